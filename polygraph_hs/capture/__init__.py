@@ -1,0 +1,1 @@
+"""Everything that runs inside a vLLM worker. Knows nothing of lm-polygraph."""

@@ -1,0 +1,60 @@
+"""Which rows of a step belong to which request, and at which positions, for both of vLLM's model runners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The rows of one step's forward pass. Rows behind the last request are padding.
+
+    Attributes:
+        req_ids: [num_reqs] vLLM's internal request ids, in row order.
+        query_start: int64 [num_reqs + 1] first row of each request, and one past the last row.
+        first_position: int64 [num_reqs] absolute position of each request's first row.
+    """
+
+    req_ids: list[str]
+    query_start: np.ndarray
+    first_position: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+
+def read_layout(model_runner) -> StepLayout:
+    """Read the layout of the step whose forward pass has just been launched, before it is sampled from."""
+    if hasattr(model_runner, "input_batch"):
+        return _read_v1(model_runner)
+    if hasattr(model_runner, "req_states"):
+        return _read_v2(model_runner)
+    raise NotImplementedError(
+        f"{type(model_runner).__module__}.{type(model_runner).__name__} is neither of the model runners that "
+        f"polygraph-hs reads (V1: has input_batch; V2: has req_states)"
+    )
+
+
+def _read_v1(model_runner) -> StepLayout:
+    batch = model_runner.input_batch
+    num_reqs = batch.num_reqs
+    return StepLayout(
+        list(batch.req_ids[:num_reqs]),
+        model_runner.query_start_loc.np[: num_reqs + 1].astype(np.int64),
+        batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
+    )
+
+
+def _read_v2(model_runner) -> StepLayout:
+    batch = model_runner.execute_model_state.input_batch
+    num_reqs = batch.num_reqs
+    query_start = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
+    first_position = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
+    if model_runner.speculative_config is not None:
+        # Drafts of the step before may still be unverified on the host, whose counts are then upper bounds;
+        # the device has the true positions. This waits for the step, and only speculative decoding pays for it.
+        first_position = batch.positions[: query_start[-1]].cpu().numpy()[query_start[:-1]]
+    return StepLayout(list(batch.req_ids[:num_reqs]), query_start, first_position)

@@ -1,0 +1,245 @@
+"""What is kept: the rows that each request's plan asks for, addressed by (request, position).
+
+A position that is computed twice (a recomputed chunk after preemption, a position whose draft was rejected)
+overwrites; nothing is appended by arrival. What lies behind the last position of the finished sequence (an extra
+asynchronous step, trailing drafts) is cut when the sequence is collected, because only then is its length known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from polygraph_hs.capture.layout import StepLayout
+from polygraph_hs.spec import CapturePlan, token_span
+
+# Later than any position: the end of a selection while the sequence still grows.
+OPEN_END = np.iinfo(np.int64).max
+
+
+@dataclass
+class Request:
+    """One sequence being recorded.
+
+    Attributes:
+        ordinal: its number in this recorder, never reused.
+        key: the driver's name for it, ``(request key, sample index)``.
+        start, stop: positions to keep, ``stop`` exclusive.
+    """
+
+    ordinal: int
+    key: tuple[str, int]
+    plan: CapturePlan
+    prompt_length: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Chunk:
+    """Rows kept from one step.
+
+    Attributes:
+        layers: layer of each row of ``values``.
+        values: [num_layers, num_rows, hidden_size] on the host; the copy from the device may still be running.
+        owners: int64 [num_rows] request ordinals.
+        positions: int64 [num_rows] absolute positions.
+        live: bool [num_rows] rows whose request has been neither collected nor discarded.
+    """
+
+    layers: tuple[int, ...]
+    values: torch.Tensor
+    owners: np.ndarray
+    positions: np.ndarray
+    live: np.ndarray
+
+
+@dataclass
+class Collected:
+    """The states of several sequences that share their layers.
+
+    Attributes:
+        layers: [num_layers]
+        values: [num_layers, num_rows, hidden_size]
+        sequences: [num_sequences] numbers of the sequences in the order they were asked for.
+        row_start: [num_sequences + 1] their rows.
+    """
+
+    layers: tuple[int, ...]
+    values: torch.Tensor
+    sequences: list[int]
+    row_start: list[int]
+
+
+@dataclass
+class Recorder:
+    """Keeps rows of steps until the driver collects them."""
+
+    requests: dict[str, Request] = field(default_factory=dict)
+    by_key: dict[tuple[str, int], str] = field(default_factory=dict)
+    chunks: list[Chunk] = field(default_factory=list)
+    num_seen: int = 0
+
+    def add_request(self, req_id: str, key: tuple[str, int], plan: CapturePlan, prompt_length: int) -> None:
+        """Start recording a request. A request that is resumed after preemption goes on where it was."""
+        if req_id in self.requests:
+            return
+        start, _ = token_span(plan.tokens, prompt_length, 1)
+        stop = prompt_length if plan.tokens in ("prompt", "last_prompt") else OPEN_END
+        self.requests[req_id] = Request(self.num_seen, key, plan, prompt_length, start, stop)
+        self.by_key[key] = req_id
+        self.num_seen += 1
+
+    def wants(self, req_ids: Iterable[str]) -> bool:
+        """Whether any of these requests is recorded."""
+        return any(req_id in self.requests for req_id in req_ids)
+
+    def record(
+        self, layout: StepLayout, layers: tuple[int, ...], gather: Callable[[np.ndarray], torch.Tensor]
+    ) -> None:
+        """Keep the wanted rows of one step.
+
+        Args:
+            layout: the step's rows.
+            layers: the layers that ``gather`` returns.
+            gather: takes int64 row numbers [k] and returns [num_layers, k, hidden_size] on the host.
+        """
+        if not self.requests:
+            return
+        requests = [self.requests.get(req_id) for req_id in layout.req_ids]
+        recorded = np.array([request is not None for request in requests])
+        if not recorded.any():
+            return
+        requests = [request for request in requests if request is not None]
+        first_row = layout.query_start[:-1][recorded]
+        first = layout.first_position[recorded]
+        end = first + (layout.query_start[1:] - layout.query_start[:-1])[recorded]
+        low = np.maximum(first, np.array([request.start for request in requests]))
+        high = np.minimum(end, np.array([request.stop for request in requests]))
+        counts = np.maximum(high - low, 0)
+        total = int(counts.sum())
+        if total == 0:
+            return
+        # 0 .. count-1 within each request, all requests in one array.
+        offsets = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(low, counts) + offsets
+        rows = np.repeat(first_row + low - first, counts) + offsets
+        owners = np.repeat(np.array([request.ordinal for request in requests]), counts)
+        self.chunks.append(Chunk(layers, gather(rows), owners, positions, np.ones(total, dtype=bool)))
+
+    def collect(
+        self, sequences: Sequence[tuple[tuple[str, int], int]], is_local: Callable[[int], bool]
+    ) -> tuple[list[Collected], list[str]]:
+        """Put finished sequences together. Copies from the device must have ended.
+
+        Args:
+            sequences: [n] (key, number of generated tokens).
+            is_local: whether this process computes a layer; only those layers are put together.
+
+        Returns:
+            The states in groups of equal layers, and a description of everything that is missing (then no states).
+            Nothing is forgotten; call :meth:`discard`.
+        """
+        missing: list[str] = []
+        groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        spans: list[tuple[Request, int, int]] = []
+        for number, (key, num_generated) in enumerate(sequences):
+            request = self.requests.get(self.by_key.get(key, ""))
+            if request is None:
+                missing.append(f"sequence {number}: its request never reached this worker")
+                spans.append((None, 0, 0))
+                continue
+            start, stop = token_span(request.plan.tokens, request.prompt_length, num_generated)
+            spans.append((request, start, stop))
+            layers = tuple(layer for layer in request.plan.layers if is_local(layer))
+            groups.setdefault((layers, request.plan.pooling), []).append(number)
+        if missing:
+            return [], missing
+
+        collected = []
+        for (layers, pooling), numbers in groups.items():
+            if not layers:
+                continue
+            values, row_start, lost = self._assemble(layers, [(number, *spans[number]) for number in numbers])
+            missing += lost
+            if not missing:
+                values, row_start = _pool(values, row_start, pooling)
+                collected.append(Collected(layers, values, numbers, row_start))
+        return ([], missing) if missing else (collected, [])
+
+    def _assemble(
+        self, layers: tuple[int, ...], spans: list[tuple[int, Request, int, int]]
+    ) -> tuple[torch.Tensor, list[int], list[str]]:
+        lengths = np.array([stop - start for _, _, start, stop in spans])
+        row_start = np.concatenate([[0], np.cumsum(lengths)])
+        # By ordinal: where a request's rows go, and which positions it has.
+        base = np.zeros(self.num_seen, dtype=np.int64)
+        low = np.zeros(self.num_seen, dtype=np.int64)
+        high = np.zeros(self.num_seen, dtype=np.int64)
+        ordinals = np.array([request.ordinal for _, request, _, _ in spans])
+        base[ordinals] = row_start[:-1]
+        low[ordinals] = [start for _, _, start, _ in spans]
+        high[ordinals] = [stop for _, _, _, stop in spans]
+
+        filled = np.zeros(int(row_start[-1]), dtype=bool)
+        values = None
+        for chunk in self.chunks:
+            rows = np.flatnonzero((chunk.positions >= low[chunk.owners]) & (chunk.positions < high[chunk.owners]))
+            if len(rows) == 0 or not set(layers) <= set(chunk.layers):
+                continue
+            if values is None:
+                values = torch.empty(len(layers), len(filled), chunk.values.shape[-1], dtype=chunk.values.dtype)
+            owners = chunk.owners[rows]
+            targets = base[owners] + chunk.positions[rows] - low[owners]
+            filled[targets] = True
+            source, target = torch.from_numpy(rows), torch.from_numpy(targets)
+            for out, layer in zip(values, layers, strict=True):
+                out[target] = chunk.values[chunk.layers.index(layer)][source]
+        lost = []
+        if not filled.all():
+            for (number, _, start, stop), first, end in zip(spans, row_start[:-1], row_start[1:], strict=True):
+                holes = start + np.flatnonzero(~filled[first:end])
+                if len(holes):
+                    lost.append(
+                        f"sequence {number}: {len(holes)} of {stop - start} positions never arrived "
+                        f"({_ranges(holes)}) for layers {list(layers)}"
+                    )
+        return values, row_start.tolist(), lost
+
+    def discard(self, keys: Iterable[tuple[str, int]]) -> None:
+        """Forget sequences: collected, aborted or unwanted ones. Unknown keys are no error."""
+        gone = []
+        for key in keys:
+            req_id = self.by_key.pop(key, None)
+            if req_id is not None:
+                gone.append(self.requests.pop(req_id).ordinal)
+        if not gone:
+            return
+        dropped = np.zeros(self.num_seen, dtype=bool)
+        dropped[gone] = True
+        for chunk in self.chunks:
+            chunk.live &= ~dropped[chunk.owners]
+        self.chunks = [chunk for chunk in self.chunks if chunk.live.any()]
+
+
+def _pool(values: torch.Tensor, row_start: list[int], pooling: str) -> tuple[torch.Tensor, list[int]]:
+    """Pool each sequence's rows: [num_layers, num_rows, hidden] to [num_layers, num_sequences, hidden]."""
+    if pooling == "none":
+        return values, row_start
+    bounds = torch.tensor(row_start)
+    if pooling == "last":
+        pooled = values[:, bounds[1:] - 1]
+    else:
+        lengths = bounds[1:] - bounds[:-1]
+        pooled = torch.stack([torch.segment_reduce(layer.float(), "mean", lengths=lengths) for layer in values])
+    return pooled, list(range(len(row_start)))
+
+
+def _ranges(positions: np.ndarray) -> str:
+    """``[3, 4, 5, 9]`` as ``3-5, 9``; at most five ranges."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more ranges" if len(texts) > 5 else "")

@@ -1,0 +1,196 @@
+"""CaptureWorker: the vLLM worker class that taps, records and delivers hidden states.
+
+Build an engine with it: ``LLM(model, worker_cls="polygraph_hs.capture.worker.CaptureWorker",
+additional_config={"polygraph_hs": {"layers": [...]}})``, or let :class:`polygraph_hs.engine.CaptureEngine` do it.
+A request asks for its states with ``SamplingParams(extra_args={"polygraph_hs": request_args(...)})``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.platforms import current_platform
+
+from polygraph_hs.capture.delivery import Parcel
+from polygraph_hs.capture.layers import find_decoder_layers
+from polygraph_hs.capture.layout import read_layout
+from polygraph_hs.capture.recorder import Recorder
+from polygraph_hs.capture.tap import Tap
+from polygraph_hs.spec import CapturePlan
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+logger = logging.getLogger(__name__)
+
+CONFIG_KEY = "polygraph_hs"
+
+
+def request_args(key: str, n: int, plan: CapturePlan) -> dict:
+    """What a request carries in ``SamplingParams.extra_args[CONFIG_KEY]``.
+
+    Args:
+        key: the driver's unique name for the request.
+        n: how many sequences are sampled from it.
+        plan: a resolved plan.
+    """
+    return {"key": key, "n": n, "layers": list(plan.layers), "tokens": plan.tokens, "pooling": plan.pooling}
+
+
+def _sample_index(req_id: str, n: int) -> int:
+    """Which of the n sequences an internal request id stands for: vLLM names child i of a request ``i_<id>``."""
+    if n == 1:
+        return 0
+    prefix = req_id.split("_", 1)[0]
+    if not prefix.isdigit() or int(prefix) >= n:
+        raise ValueError(f"cannot tell which of {n} samples the request id {req_id!r} stands for")
+    return int(prefix)
+
+
+class Capture:
+    """The state of capturing in one worker process."""
+
+    def __init__(self, worker: Worker, layers: list[int]):
+        config = worker.vllm_config
+        model = worker.get_model()
+        graph_sizes = config.compilation_config.cudagraph_capture_sizes or [0]
+        self.runner = worker.model_runner
+        self.tap = Tap(
+            model,
+            find_decoder_layers(model, config.model_config.hf_text_config.num_hidden_layers),
+            config.model_config.get_hidden_size(),
+            config.model_config.dtype,
+            worker.device,
+            max_tokens=max(config.scheduler_config.max_num_batched_tokens, *graph_sizes),
+            is_last_stage=get_pp_group().is_last_rank,
+        )
+        # Every tensor-parallel rank holds the same states; one delivers.
+        self.delivers = get_tp_group().is_first_rank
+        self.recorder = Recorder()
+        self.parcels: dict[str, Parcel] = {}
+        self.failures: list[str] = []
+        self.set_layers(layers)
+
+    def set_layers(self, layers: list[int]) -> None:
+        self.tap.set_layers(layers if self.delivers else [])
+        self.checked_sizes: set[int] = set()
+        self.check_rows = 0
+
+    def before_forward(self, scheduler_output) -> None:
+        """Learn of new requests, and now and then mark the buffers to see that the step writes them."""
+        for new in scheduler_output.scheduled_new_reqs:
+            params = new.sampling_params
+            args = (params.extra_args or {}).get(CONFIG_KEY) if params is not None else None
+            if args is not None:
+                plan = CapturePlan(tuple(args["layers"]), args["tokens"], args["pooling"])
+                key = (args["key"], _sample_index(new.req_id, args["n"]))
+                self.recorder.add_request(new.req_id, key, plan, len(new.prompt_token_ids))
+        # A hook that a compiler or a graph dropped leaves its buffer unwritten. One look a power of two of step
+        # sizes, with every engine, is enough to notice and costs nothing after the first steps.
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        size = num_tokens.bit_length()
+        self.check_rows = 0
+        wanted = self.recorder.wants(scheduler_output.num_scheduled_tokens)
+        if num_tokens and wanted and self.tap.layers and size not in self.checked_sizes:
+            self.checked_sizes.add(size)
+            self.check_rows = num_tokens
+            self.tap.set_canary(num_tokens)
+
+    def after_forward(self, scheduler_output) -> None:
+        """Keep the wanted rows of the step that was just launched."""
+        if not scheduler_output.total_num_scheduled_tokens or not self.tap.layers:
+            return
+        if not self.recorder.wants(scheduler_output.num_scheduled_tokens):
+            return
+        if self.check_rows and (unwritten := self.tap.unwritten_layers(self.check_rows)):
+            self.failures.append(
+                f"the taps on layers {list(unwritten)} were not written in a step of {self.check_rows} tokens"
+            )
+        self.recorder.record(read_layout(self.runner), self.tap.layers, self._gather)
+
+    def _gather(self, rows: np.ndarray) -> torch.Tensor:
+        indices = torch.from_numpy(rows)
+        if self.tap.device.type == "cpu":
+            return self.tap.gather(indices)
+        indices = indices.pin_memory().to(self.tap.device, non_blocking=True)
+        # A non-blocking copy to the CPU lands in pinned memory and runs while the next step is prepared.
+        return self.tap.gather(indices).to("cpu", non_blocking=True)
+
+    def collect(self, sequences: list[list]) -> dict | None:
+        if not self.delivers:
+            return None
+        if self.tap.device.type != "cpu":
+            torch.accelerator.synchronize(self.tap.device)
+        keys = [(key, index) for key, index, _ in sequences]
+        lengths = [num_generated for _, _, num_generated in sequences]
+        collected, missing = self.recorder.collect(list(zip(keys, lengths, strict=True)), self.tap.is_local)
+        self.recorder.discard(keys)
+        missing = [*self.failures, *missing]
+        self.failures = []
+        if missing:
+            return {"missing": missing}
+        parcel = Parcel(collected)
+        self.parcels[parcel.token.decode()] = parcel
+        return {"missing": [], **parcel.description()}
+
+
+class CaptureWorker(Worker):
+    """vLLM's own worker for this platform, with hidden-state capture."""
+
+    capture: Capture | None = None
+
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        # After the weights, so that loading sees the model it expects; before memory is measured and before
+        # compilation, so that the KV cache is sized around the buffers and the hooks are part of the graphs.
+        config = self.vllm_config.additional_config or {}
+        self.capture = Capture(self, config.get(CONFIG_KEY, {}).get("layers", []))
+        logger.info("polygraph-hs taps layers %s", list(self.capture.tap.layers))
+
+    def execute_model(self, scheduler_output, *args, **kwargs):
+        self.capture.before_forward(scheduler_output)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        self.capture.after_forward(scheduler_output)
+        return output
+
+    def capture_set_layers(self, layers: list[int]) -> None:
+        """Tap exactly these layers. Only an eager engine can change its taps."""
+        self.capture.set_layers(layers)
+
+    def capture_collect(self, sequences: list[list]) -> dict | None:
+        """Put finished sequences together.
+
+        Args:
+            sequences: [n] of [request key, sample index, number of generated tokens].
+
+        Returns:
+            A parcel's description with ``missing`` empty, or only ``missing``; None from a rank that has no part.
+        """
+        return self.capture.collect(sequences)
+
+    def capture_fetch(self, token: str) -> bytes | None:
+        """A parcel's bytes, for a driver that cannot map them."""
+        parcel = self.capture.parcels.get(token)
+        return None if parcel is None else parcel.contents()
+
+    def capture_release(self, tokens: list[str]) -> None:
+        """Give parcels up once the driver has them."""
+        for token in tokens:
+            if parcel := self.capture.parcels.pop(token, None):
+                parcel.close()
+
+    def capture_discard(self, requests: list[list]) -> None:
+        """Forget requests that will not be collected: [key, n] each."""
+        self.capture.recorder.discard((key, index) for key, n in requests for index in range(n))
+
+
+def attach(worker: Worker) -> None:
+    """Give an eager engine's worker that was built without capture what :class:`CaptureWorker` has."""
+    if not isinstance(worker, CaptureWorker):
+        worker.__class__ = CaptureWorker
+        worker.capture = Capture(worker, [])
