@@ -1,0 +1,80 @@
+"""Shared fixtures: one eager engine on the real model serves most tests."""
+
+import os
+
+# Read by vLLM when an engine starts.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from vllm import LLM
+
+from polygraph_hs import CaptureEngine, HiddenStatesModel
+from polygraph_hs.smollm2 import smollm2_path
+
+# Chunked prefill in pieces of 32 tokens; float32, so that states can be compared closely.
+ENGINE_OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 2**30,
+    "disable_log_stats": False,
+}
+LAYERS = (0, 1, 15, 29, 30)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    return str(smollm2_path())
+
+
+@pytest.fixture(scope="session")
+def engine(smollm2):
+    return CaptureEngine.start(smollm2, LAYERS, enforce_eager=True, **ENGINE_OPTIONS)
+
+
+@pytest.fixture
+def model(engine):
+    """A plain-prompt model on the shared engine, with a fresh plan: layer 15, generated tokens."""
+    return HiddenStatesModel.from_llm(engine.llm, layers=[15], max_new_tokens=8, verbose=False)
+
+
+@pytest.fixture
+def chat_model(engine):
+    return HiddenStatesModel.from_llm(engine.llm, layers=[15], instruct=True, max_new_tokens=8, verbose=False)
+
+
+@pytest.fixture(scope="session")
+def hugging_face(smollm2):
+    return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory, smollm2) -> str:
+    """A random Llama of 4 layers and hidden size 128, with SmolLM2's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def plain_llm(tiny_llama):
+    """Starts an LLM as a user would who has not heard of capture."""
+    return lambda **options: LLM(
+        tiny_llama, dtype="float32", max_model_len=256, kv_cache_memory_bytes=2**28, **options
+    )

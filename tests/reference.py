@@ -1,0 +1,50 @@
+"""What Hugging Face computes for the same tokens."""
+
+import numpy as np
+import torch
+
+
+def reference_states(hugging_face, token_ids) -> torch.Tensor:
+    """``output_hidden_states`` for a sequence but its last token: (layers + 1, tokens - 1, hidden_size)."""
+    with torch.no_grad():
+        output = hugging_face(torch.tensor([token_ids[:-1]]), output_hidden_states=True)
+    return torch.stack(output.hidden_states)[:, 0]
+
+
+def reference_log_likelihoods(hugging_face, prompt_ids, token_ids) -> np.ndarray:
+    """Natural log-probability of each generated token."""
+    with torch.no_grad():
+        logits = hugging_face(torch.tensor([prompt_ids + token_ids])).logits[0]
+    rows = torch.log_softmax(logits.float(), dim=-1)[len(prompt_ids) - 1 : -1]
+    return rows.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
+
+
+def relative_error(states: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest over the rows of |states - reference| / |reference|."""
+    assert states.shape == reference.shape
+    return ((states - reference).norm(dim=-1) / reference.norm(dim=-1)).max().item()
+
+
+def random_prompts(lengths, seed: int = 0) -> list[list[int]]:
+    """Token ids of SmolLM2's vocabulary without its special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(20, 49_000, size=length).tolist() for length in lengths]
+
+
+def states_like(values: np.ndarray, num_hidden_layers: int = 4):
+    """HiddenStates whose layer 2 has these vectors as its last prompt tokens, one sequence a row."""
+    from polygraph_hs import HiddenStates
+
+    return [
+        HiddenStates(
+            torch.as_tensor(row)[None, None].expand(num_hidden_layers + 1, 1, -1),
+            tuple(range(num_hidden_layers + 1)),
+            np.array([2]),
+            prompt_length=3,
+            num_generated=1,
+            num_hidden_layers=num_hidden_layers,
+            tokens="last_prompt",
+            pooling="none",
+        )
+        for row in np.asarray(values)
+    ]
