@@ -116,7 +116,9 @@ def main() -> int:
     ratios = np.divide(ours, own, out=np.where(ours == 0, 0.0, np.inf), where=own > 0)
     for layer, (mine, theirs, ratio) in enumerate(zip(ours, own, ratios, strict=True)):
         print(f"{layer:5d}   {mine:12.6f}   {theirs:17.6f}   {ratio:5.2f}")
-    print(f"largest ratio {ratios.max():.3f}, allowed {ALLOWED_RATIO}; largest error of a single row {worst['row']:.4f}")
+    print(
+        f"largest ratio {ratios.max():.3f}, allowed {ALLOWED_RATIO}; largest error of a single row {worst['row']:.4f}"
+    )
     if options.out:
         results = {"capture": ours.tolist(), "hugging_face": own.tolist(), "ratio": ratios.tolist(), **worst}
         options.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -146,7 +146,7 @@ class HiddenStatesEstimator(Estimator):
             raise ValueError(f"wrong has the values {sorted(values)}; allowed are 0 (right) and 1 (wrong)")
         if len(values) < 2:
             raise ValueError(
-                f"all {n} labels are {int(labels[0])}; {type(self).__name__} needs right and wrong answers to learn from"
+                f"all {n} labels are {int(labels[0])}; {type(self).__name__} learns from right and wrong answers"
             )
         return labels.astype(np.int64)
 
@@ -215,11 +215,15 @@ class HiddenStatesEstimator(Estimator):
         try:
             config = json.loads((folder / CONFIG_FILE).read_text())
         except ValueError as error:
-            raise ValueError(f"{folder / CONFIG_FILE} is not readable JSON ({error}); save the estimator again") from error
+            raise ValueError(
+                f"{folder / CONFIG_FILE} is not readable JSON ({error}); save the estimator again"
+            ) from error
         if not isinstance(config, dict) or config.get("format") != FORMAT:
             raise ValueError(f"{folder / CONFIG_FILE} is not of the format {FORMAT!r}; it was not written by save()")
         if config.get("class") != cls.__name__:
-            raise ValueError(f"{folder} holds a {config.get('class')}, not a {cls.__name__}; load it with its own class")
+            raise ValueError(
+                f"{folder} holds a {config.get('class')}, not a {cls.__name__}; load it with its own class"
+            )
         try:
             arrays = load_file(folder / ARRAYS_FILE)
         except (SafetensorError, OSError) as error:
@@ -240,8 +244,8 @@ class HiddenStatesEstimator(Estimator):
         estimator.layers_ = config["layers"]
         if estimator.plan.resolved(estimator.num_hidden_layers_).layers != tuple(estimator.layers_):
             raise ValueError(
-                f"{folder} was fitted on layers {estimator.layers_}, and its parameters name layer {estimator.layer} of "
-                f"{estimator.num_hidden_layers_}; the file was changed by hand"
+                f"{folder} was fitted on layers {estimator.layers_}, and its parameters name layer {estimator.layer} "
+                f"of {estimator.num_hidden_layers_}; the file was changed by hand"
             )
         return estimator
 

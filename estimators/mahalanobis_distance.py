@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from sklearn.covariance import LedoitWolf
-
 from polygraph_hs.estimators.base import HiddenStatesEstimator
+from sklearn.covariance import LedoitWolf
 
 
 class MahalanobisDistance(HiddenStatesEstimator):

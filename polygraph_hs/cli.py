@@ -9,7 +9,8 @@ from pathlib import Path
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="polygraph-hs", description="Uncertainty estimation from hidden states captured in vLLM's generation pass."
+        prog="polygraph-hs",
+        description="Uncertainty estimation from hidden states captured in vLLM's generation pass.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
@@ -25,7 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-new-tokens", type=int, default=24, help="most tokens of an answer")
     demo.add_argument("--dtype", default="bfloat16", help="the model's dtype")
     demo.add_argument("--limit", type=int, help="use only the first questions of each topic and split")
-    demo.add_argument("--compile", action="store_true", help="compile the model on the CPU too (two minutes more to start)")
+    demo.add_argument(
+        "--compile", action="store_true", help="compile the model on the CPU too (two minutes more to start)"
+    )
     demo.add_argument("--output", type=Path, default=Path("out/demo"), help="folder for the results")
     demo.add_argument("--quiet", action="store_true", help="no progress bars")
     return parser

@@ -148,7 +148,9 @@ def run_demo(
     wrong = 1 - np.array(manager.gen_metrics["sequence", "WorldFactsAccuracy"], dtype=int)
     scores = {str(estimator): np.array(manager.estimations["sequence", str(estimator)]) for estimator in estimators}
     if len(set(wrong)) < 2:
-        raise ValueError("the test answers are all right or all wrong, so there is nothing to tell apart; use more questions")
+        raise ValueError(
+            "the test answers are all right or all wrong, so nothing is to be told apart; use more questions"
+        )
     table = pd.DataFrame(
         [
             {
@@ -195,7 +197,10 @@ def _plot_roc(wrong: np.ndarray, scores: dict[str, np.ndarray], table: pd.DataFr
         axes.plot(false_positive, true_positive, style, linewidth=1.8, label=f"{estimator}: {auroc:.3f}")
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
     axes.set(xlabel="right answers flagged", ylabel="wrong answers flagged", xlim=(0, 1), ylim=(0, 1.005))
-    axes.set_title(f"Which answers are wrong? {len(wrong)} test questions, {wrong.mean():.0%} answered wrongly", fontsize=11)
+    axes.set_title(
+        f"Which answers are wrong? {len(wrong)} test questions, {wrong.mean():.0%} answered wrongly",
+        fontsize=11,
+    )
     axes.set_aspect("equal")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="estimator: AUROC", fontsize=7.5, title_fontsize=8, loc="lower right", frameon=False)
@@ -210,10 +215,12 @@ def _print_results(report: dict, table: pd.DataFrame, rows: pd.DataFrame, by: st
         for _, row in part.iterrows():
             verdict = "wrong" if row["wrong"] else "right"
             print(f"  {row[by]:.3f}  {verdict}  {row['question']}  {' '.join(row['answer'].split())[:70]}")
-    shown = table.to_string(index=False, formatters={"AUROC": "{:.3f}".format, "PRR": "{:.3f}".format, "seconds": "{:.4f}".format})
+    shown = table.to_string(
+        index=False, formatters={"AUROC": "{:.3f}".format, "PRR": "{:.3f}".format, "seconds": "{:.4f}".format}
+    )
     questions = report["questions"]
     print(
-        f"\n{shown}\n\nPRR is lm-polygraph's, normalised, for rejecting up to {MAX_REJECTION:.0%}. Seconds are spent in "
-        f"scoring {questions['test']} answers.\nvLLM processed {report['requests_processed_by_vllm']} requests for "
+        f"\n{shown}\n\nPRR is lm-polygraph's, normalised, for rejecting up to {MAX_REJECTION:.0%}. Seconds are spent "
+        f"in scoring {questions['test']} answers.\nvLLM processed {report['requests_processed_by_vllm']} requests for "
         f"{questions['train'] + questions['test']} questions. Results are in {output}/"
     )

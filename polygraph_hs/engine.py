@@ -299,7 +299,8 @@ class CaptureEngine:
             missing = [text for _, reply in replies for text in reply["missing"]]
             if missing:
                 raise IncompleteCaptureError(
-                    f"{len(missing)} captured sequences are incomplete; nothing is filled in for them. " + "; ".join(missing[:5])
+                    f"{len(missing)} captured sequences are incomplete; nothing is filled in for them. "
+                    + "; ".join(missing[:5])
                 )
             groups = [group for rank, reply in replies for group in self._open(rank, reply)]
         finally:
@@ -329,7 +330,14 @@ class CaptureEngine:
                 f"tokens={plan.tokens!r} has {len(positions)}"
             )
         return HiddenStates(
-            values, plan.layers, positions, prompt_length, num_generated, self.num_hidden_layers, plan.tokens, plan.pooling
+            values,
+            plan.layers,
+            positions,
+            prompt_length,
+            num_generated,
+            self.num_hidden_layers,
+            plan.tokens,
+            plan.pooling,
         )
 
     def num_requests_finished(self) -> int:
@@ -343,7 +351,9 @@ def _num_hidden_layers(model: str, llm_kwargs: dict) -> int:
     from vllm.transformers_utils.config import get_config
 
     config = get_config(
-        model, trust_remote_code=llm_kwargs.get("trust_remote_code", False), revision=llm_kwargs.get("revision")
+        model,
+        trust_remote_code=llm_kwargs.get("trust_remote_code", False),
+        revision=llm_kwargs.get("revision"),
     )
     return config.get_text_config().num_hidden_layers
 
@@ -359,7 +369,9 @@ def _by_sequence(groups: list[Group], num_sequences: int, layers: tuple[int, ...
         ordered = [part[first] for first in sorted(part)]
         arrived = tuple(layer for group, _ in ordered for layer in group.layers)
         if arrived != layers:
-            raise IncompleteCaptureError(f"sequence {number}: layers {list(arrived)} arrived, {list(layers)} were asked for")
+            raise IncompleteCaptureError(
+                f"sequence {number}: layers {list(arrived)} arrived, {list(layers)} were asked for"
+            )
         tensors = [tensor for _, tensor in ordered]
         values.append(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
     return values
@@ -370,14 +382,28 @@ def _generation(original, prompt: list[int], completion, states: HiddenStates | 
     logprobs = completion.logprobs
     if logprobs is None:
         empty = np.empty((len(token_ids), 0))
-        likelihoods, ids, values = np.full(len(token_ids), np.nan, dtype=np.float32), empty.astype(np.int64), empty.astype(np.float32)
+        likelihoods, ids, values = (
+            np.full(len(token_ids), np.nan, dtype=np.float32),
+            empty.astype(np.int64),
+            empty.astype(np.float32),
+        )
     else:
         # vLLM lists, at each step, the sampled token and then the k most probable ones.
         ids = np.array(logprobs.token_ids, dtype=np.int64).reshape(len(token_ids), -1)
         values = np.array(logprobs.logprobs, dtype=np.float32).reshape(len(token_ids), -1)
         if not np.array_equal(ids[:, 0], token_ids):
-            raise RuntimeError("vLLM's log-probabilities do not begin with the sampled tokens; this version is not supported")
+            raise RuntimeError(
+                "vLLM's log-probabilities do not begin with the sampled tokens; this version is not supported"
+            )
         likelihoods, ids, values = values[:, 0], ids[:, 1:], values[:, 1:]
     return Generation(
-        original, completion.text, prompt, token_ids, likelihoods, ids, values, completion.finish_reason, states
+        original,
+        completion.text,
+        prompt,
+        token_ids,
+        likelihoods,
+        ids,
+        values,
+        completion.finish_reason,
+        states,
     )

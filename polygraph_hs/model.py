@@ -55,7 +55,7 @@ class HiddenStatesModel(Model):
         if system_prompt is not None and not instruct:
             raise ValueError(f"system_prompt={system_prompt!r} needs a chat; pass instruct=True as well")
         _check_max_new_tokens(generation_parameters.max_new_tokens)
-        if not 1 <= num_logprobs or (engine.max_logprobs != -1 and num_logprobs > engine.max_logprobs):
+        if not num_logprobs >= 1 or (engine.max_logprobs != -1 and num_logprobs > engine.max_logprobs):
             raise ValueError(
                 f"num_logprobs={num_logprobs} must be from 1 to the engine's max_logprobs, {engine.max_logprobs}"
             )
@@ -68,7 +68,9 @@ class HiddenStatesModel(Model):
         self.num_logprobs = num_logprobs
         self.verbose = verbose
         if instruct and not self.tokenizer.chat_template:
-            raise ValueError(f"instruct=True, but the tokenizer of {model_path} has no chat template; pass instruct=False")
+            raise ValueError(
+                f"instruct=True, but the tokenizer of {model_path} has no chat template; pass instruct=False"
+            )
         engine.require_layers(self.plan.layers)
 
     @classmethod
@@ -253,7 +255,11 @@ class HiddenStatesModel(Model):
             raise ValueError(f"num_beams={parameters.num_beams}: vLLM has no beam search here; use num_beams=1")
         sampling = {"temperature": 0.0}
         if parameters.do_sample:
-            sampling = {"temperature": parameters.temperature, "top_p": parameters.top_p, "top_k": parameters.top_k}
+            sampling = {
+                "temperature": parameters.temperature,
+                "top_p": parameters.top_p,
+                "top_k": parameters.top_k,
+            }
         return SamplingParams(
             n=n,
             max_tokens=max_new_tokens,
@@ -273,7 +279,11 @@ class HiddenStatesModel(Model):
         return self._no_newline
 
     def tokenize(self, texts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-        """A left-padded batch, for lm-polygraph's own calculators: ``input_ids`` and ``attention_mask``, (n, longest)."""
+        """A left-padded batch for lm-polygraph's own calculators.
+
+        Returns:
+            ``input_ids`` and ``attention_mask``, int64 ``(n, longest)``.
+        """
         token_ids = [self.tokenize_prompt(text) for text in texts]
         longest = max(len(ids) for ids in token_ids)
         padding = [longest - len(ids) for ids in token_ids]
@@ -317,7 +327,9 @@ class HiddenStatesModel(Model):
             sequence = torch.full((longest,), self.tokenizer.eos_token_id)
             sequence[:length] = torch.tensor(answer.token_ids)
             score = torch.full((longest, vocabulary), -torch.inf)
-            score[:length].scatter_(1, torch.from_numpy(answer.top_token_ids), torch.from_numpy(answer.top_log_likelihoods))
+            score[:length].scatter_(
+                1, torch.from_numpy(answer.top_token_ids), torch.from_numpy(answer.top_log_likelihoods)
+            )
             score[range(length), answer.token_ids] = torch.from_numpy(answer.log_likelihoods)
             sequences.append(sequence)
             scores.append(score)
@@ -344,8 +356,8 @@ def _plan_of(estimator) -> CapturePlan | None:
     plan = getattr(estimator, "plan", None)
     if plan is None and "hidden_states" in estimator.stats_dependencies:
         raise ValueError(
-            f"{estimator} reads hidden states and has no plan that says which; derive it from HiddenStatesEstimator, or "
-            f"name layers= and tokens= for the model"
+            f"{estimator} reads hidden states and has no plan that says which; derive it from HiddenStatesEstimator, "
+            f"or name layers= and tokens= for the model"
         )
     return plan
 

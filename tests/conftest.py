@@ -75,6 +75,4 @@ def tiny_llama(tmp_path_factory, smollm2) -> str:
 @pytest.fixture(scope="session")
 def plain_llm(tiny_llama):
     """Starts an LLM as a user would who has not heard of capture."""
-    return lambda **options: LLM(
-        tiny_llama, dtype="float32", max_model_len=256, kv_cache_memory_bytes=2**28, **options
-    )
+    return lambda **options: LLM(tiny_llama, dtype="float32", max_model_len=256, kv_cache_memory_bytes=2**28, **options)

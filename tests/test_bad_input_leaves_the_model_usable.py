@@ -5,10 +5,16 @@ import sys
 
 import numpy as np
 import pytest
+from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from reference import random_prompts, states_like
 
-from polygraph_hs import CaptureEngine, CapturePlan, HiddenStatesModel, LayerNotTappedError, PromptTooLongError
-from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
+from polygraph_hs import (
+    CaptureEngine,
+    CapturePlan,
+    HiddenStatesModel,
+    LayerNotTappedError,
+    PromptTooLongError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +75,9 @@ def test_a_chat_for_a_model_without_instruct(model):
 
 def test_a_prompt_longer_than_the_window_fails_alone(model):
     long, short = random_prompts([512, 9])
-    with pytest.raises(PromptTooLongError, match=r"1 of 3 prompts.*window of 512 tokens.*prompt 1: 512 tokens") as error:
+    with pytest.raises(
+        PromptTooLongError, match=r"1 of 3 prompts.*window of 512 tokens.*prompt 1: 512 tokens"
+    ) as error:
         model.capture([short, long, short])
     first, failed, last = error.value.outputs
     assert failed is None
@@ -137,7 +145,9 @@ except ImportError as error:
 def test_an_estimator_fitted_for_another_model(model):
     states = states_like(np.random.default_rng(0).normal(size=(20, 128)).astype("float32"))
     estimator = MahalanobisDistance(2).fit(states)
-    with pytest.raises(ValueError, match="hidden size 128 and 4 layers; these states have hidden size 576 and 30 layers"):
+    with pytest.raises(
+        ValueError, match="hidden size 128 and 4 layers; these states have hidden size 576 and 30 layers"
+    ):
         model.install(estimator)
     own = HiddenStatesModel.from_llm(model.engine.llm, layers=[2], verbose=False).capture(["Hello"])
     with pytest.raises(ValueError, match="Fit it on states of this model"):

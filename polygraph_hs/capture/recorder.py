@@ -97,9 +97,7 @@ class Recorder:
         """Whether any of these requests is recorded."""
         return any(req_id in self.requests for req_id in req_ids)
 
-    def record(
-        self, layout: StepLayout, layers: tuple[int, ...], gather: Callable[[np.ndarray], torch.Tensor]
-    ) -> None:
+    def record(self, layout: StepLayout, layers: tuple[int, ...], gather: Callable[[np.ndarray], torch.Tensor]) -> None:
         """Keep the wanted rows of one step.
 
         Args:

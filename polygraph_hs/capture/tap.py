@@ -70,10 +70,7 @@ class Tap:
             self._taps[layer] = self._install(layer)
 
     def _install(self, layer: int) -> tuple[nn.Module, str, torch.utils.hooks.RemovableHandle]:
-        if layer == self.num_hidden_layers:
-            module = self.model
-        else:
-            module = self.decoder.blocks[max(layer - 1, 0)]
+        module = self.model if layer == self.num_hidden_layers else self.decoder.blocks[max(layer - 1, 0)]
         name = f"polygraph_hs_layer_{layer}"
         hidden_size = self.hidden_size
         # A module's own buffer, so the compiled graph treats it like a weight: an input with a fixed address.
@@ -86,7 +83,10 @@ class Tap:
         if layer == 0:
 
             def before_block(module, args, kwargs):
-                write(module, state_from_input(args, kwargs, hidden_size, "the input of the first decoder layer"))
+                write(
+                    module,
+                    state_from_input(args, kwargs, hidden_size, "the input of the first decoder layer"),
+                )
 
             handle = module.register_forward_pre_hook(before_block, with_kwargs=True)
         else:
@@ -111,9 +111,7 @@ class Tap:
             ``(len(self.layers), num_rows, hidden_size)`` on the model's device.
         """
         buffers = self._buffers()
-        gathered = torch.empty(
-            len(buffers), rows.shape[0], self.hidden_size, dtype=self.dtype, device=self.device
-        )
+        gathered = torch.empty(len(buffers), rows.shape[0], self.hidden_size, dtype=self.dtype, device=self.device)
         for buffer, out in zip(buffers, gathered, strict=True):
             torch.index_select(buffer, 0, rows, out=out)
         return gathered
