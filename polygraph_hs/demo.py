@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from polygraph_hs.datasets import is_wrong, load_world_facts
 from polygraph_hs.datasets.world_facts import SPLITS
-from polygraph_hs.engine import _num_hidden_layers
+from polygraph_hs.engine import read_num_hidden_layers
 from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from polygraph_hs.model import HiddenStatesModel
 from polygraph_hs.smollm2 import smollm2_path
@@ -75,6 +75,12 @@ def label_wrong(texts: list[str], facts: pd.DataFrame) -> np.ndarray:
     return np.array([is_wrong(text, answers, topic) for text, answers, topic in rows], dtype=np.int64)
 
 
+def _num_requests_finished(model: HiddenStatesModel) -> int:
+    """vLLM's own count of finished requests, over all reasons to finish."""
+    counters = [metric for metric in model.engine.llm.get_metrics() if metric.name == "vllm:request_success"]
+    return sum(int(counter.value) for counter in counters)
+
+
 def run_demo(
     *,
     model: str | None = None,
@@ -96,7 +102,7 @@ def run_demo(
     model = str(smollm2_path()) if model is None else model
 
     if layer is None:
-        layer = round(_num_hidden_layers(model, {}) * 2 / 3)
+        layer = round(read_num_hidden_layers(model) * 2 / 3)
     ours = [
         LinearProbe(layer, tokens="last_prompt"),
         LinearProbe(layer, tokens="generated", pooling="mean"),
@@ -172,7 +178,7 @@ def run_demo(
         "questions": {"train": len(train), "test": len(test)},
         "wrong": {"train": int(train_wrong.sum()), "test": int(wrong.sum())},
         "wrong_by_topic": rows.groupby("topic")["wrong"].mean().round(4).to_dict(),
-        "requests_processed_by_vllm": language_model.engine.num_requests_finished(),
+        "requests_processed_by_vllm": _num_requests_finished(language_model),
         "seconds": {
             "start of the engine": started - start,
             "train: generation, capture and fit": fitted - started,

@@ -16,14 +16,12 @@ import torch
 
 from polygraph_hs.capture.delivery import Group, open_parcel, read_groups
 from polygraph_hs.errors import IncompleteCaptureError, LayerNotTappedError, PromptTooLongError
-from polygraph_hs.spec import CapturePlan, resolve_layers, token_span
+from polygraph_hs.spec import CONFIG_KEY, CapturePlan, request_args, resolve_layers, token_span
 from polygraph_hs.states import POOLED_POSITION, HiddenStates
 
 logger = logging.getLogger(__name__)
 
 WORKER_CLS = "polygraph_hs.capture.worker.CaptureWorker"
-# Also the name under which worker and requests find their options; capture/worker.py has the same.
-CONFIG_KEY = "polygraph_hs"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,7 +120,7 @@ class CaptureEngine:
         self._counter = itertools.count()
         worker_config = (config.additional_config or {}).get(CONFIG_KEY, {})
         self.tapped_layers: tuple[int, ...] = resolve_layers(worker_config.get("layers", ()), self.num_hidden_layers)
-        if config.parallel_config.worker_cls != WORKER_CLS:
+        if not _captures(config.parallel_config.worker_cls):
             self._attach()
 
     @classmethod
@@ -140,7 +138,7 @@ class CaptureEngine:
                 f"worker_cls={llm_kwargs['worker_cls']!r} cannot be combined with capture, whose worker class is "
                 f"{WORKER_CLS}; leave it out, or derive yours from it and use from_llm"
             )
-        resolved = resolve_layers(layers, _num_hidden_layers(model, llm_kwargs))
+        resolved = resolve_layers(layers, read_num_hidden_layers(model, **llm_kwargs))
         from polygraph_hs import __version__
 
         # Part of vLLM's compile-cache key: other layers, or another version's hooks, are another graph.
@@ -273,14 +271,7 @@ class CaptureEngine:
         params = sampling_params.clone()
         params.flat_logprobs = True
         if plan is not None:
-            request = {
-                "key": key,
-                "n": params.n,
-                "layers": list(plan.layers),
-                "tokens": plan.tokens,
-                "pooling": plan.pooling,
-            }
-            params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: request}
+            params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: request_args(key, params.n, plan)}
             # A cached prefix is not computed again, so its states would never exist.
             params.skip_reading_prefix_cache = plan.needs_whole_prompt()
         return params
@@ -340,22 +331,32 @@ class CaptureEngine:
             plan.pooling,
         )
 
-    def num_requests_finished(self) -> int:
-        """How many requests vLLM itself counts as finished. Needs an engine with ``disable_log_stats=False``."""
-        counters = [metric for metric in self.llm.get_metrics() if metric.name == "vllm:request_success"]
-        return sum(int(counter.value) for counter in counters)
+    def num_requests_processed(self) -> int:
+        """How many requests this engine's scheduler has handed to its worker, captured or not."""
+        return max(self.llm.collective_rpc("capture_num_requests"))
 
 
-def _num_hidden_layers(model: str, llm_kwargs: dict) -> int:
-    """Read the depth from the model's configuration, so that a wrong layer is an error before anything is loaded."""
+def read_num_hidden_layers(
+    model: str, *, trust_remote_code: bool = False, revision: str | None = None, hf_overrides=None, **other_llm_kwargs
+) -> int:
+    """Number of decoder blocks in a model's configuration, as ``vllm.LLM`` would read it with these arguments.
+
+    Read before an engine is started, so that a wrong layer is an error before anything is loaded.
+    """
     from vllm.transformers_utils.config import get_config
 
-    config = get_config(
-        model,
-        trust_remote_code=llm_kwargs.get("trust_remote_code", False),
-        revision=llm_kwargs.get("revision"),
-    )
+    overrides = {"hf_overrides_fn": hf_overrides} if callable(hf_overrides) else {"hf_overrides_kw": hf_overrides}
+    config = get_config(model, trust_remote_code=trust_remote_code, revision=revision, **overrides)
     return config.get_text_config().num_hidden_layers
+
+
+def _captures(worker_cls: str) -> bool:
+    """Whether a worker class, by its qualified name, is CaptureWorker or derived from it."""
+    if worker_cls == WORKER_CLS or worker_cls.startswith("vllm."):
+        return worker_cls == WORKER_CLS
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    return issubclass(resolve_obj_by_qualname(worker_cls), resolve_obj_by_qualname(WORKER_CLS))
 
 
 def _by_sequence(groups: list[Group], num_sequences: int, layers: tuple[int, ...]) -> list[torch.Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+# Under this name the worker finds its options in additional_config, and a request's in SamplingParams.extra_args.
+CONFIG_KEY = "polygraph_hs"
 TOKENS = ("last_prompt", "generated", "prompt", "all")
 POOLINGS = ("none", "mean", "last")
 
@@ -103,6 +105,22 @@ class CapturePlan:
     def needs_whole_prompt(self) -> bool:
         """Whether the plan asks for prompt positions that a prefix cache may skip."""
         return self.tokens in ("prompt", "all")
+
+
+def request_args(key: str, n: int, plan: CapturePlan) -> dict:
+    """What a request carries in ``SamplingParams.extra_args[CONFIG_KEY]``: numbers and strings alone.
+
+    Args:
+        key: the driver's unique name for the request.
+        n: how many sequences are sampled from it.
+        plan: a resolved plan.
+    """
+    return {"key": key, "n": n, "layers": list(plan.layers), "tokens": plan.tokens, "pooling": plan.pooling}
+
+
+def plan_of_request(args: dict) -> CapturePlan:
+    """The plan in what :func:`request_args` returned."""
+    return CapturePlan(tuple(args["layers"]), args["tokens"], args["pooling"])
 
 
 def as_layers(layers: int | Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ class HiddenStates:
 
     Attributes:
         values: tensor ``(layers, tokens, hidden_size)`` on the CPU, in the model's dtype (float32 for
-            ``pooling="mean"``). Sequences of one call share memory; ``clone()`` one to outlive the others cheaply.
+            ``pooling="mean"``). The sequences of a call share one memory that lives as long as any of them.
         layers: tuple of non-negative layer indices, ascending, one a row of ``values``.
         positions: int64 array ``(tokens,)``, the absolute position of each column; -1 for a mean.
         prompt_length: P.

@@ -20,7 +20,6 @@ ENGINE_OPTIONS = {
     "max_num_batched_tokens": 32,
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 2**30,
-    "disable_log_stats": False,
 }
 LAYERS = (0, 1, 15, 29, 30)
 

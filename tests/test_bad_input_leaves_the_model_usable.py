@@ -17,12 +17,12 @@ from polygraph_hs import (
 )
 
 
-@pytest.fixture(autouse=True)
-def still_usable_afterwards(request):
-    yield
-    if "model" in request.fixturenames:
-        (generation,) = request.getfixturevalue("model").capture(["The capital of France is"])
-        assert generation.hidden_states.values.shape[1] == len(generation.token_ids)
+@pytest.fixture
+def model(model):
+    """The shared engine's model; after each test it still answers, completely."""
+    yield model
+    (generation,) = model.capture(["The capital of France is"])
+    assert generation.hidden_states.values.shape[1] == len(generation.token_ids) == 8
 
 
 @pytest.mark.parametrize("layer", [31, -32, 100])

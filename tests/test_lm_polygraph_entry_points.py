@@ -77,10 +77,10 @@ def test_estimate_uncertainty_gives_the_numbers_of_a_manager_batch(chat_model, f
 
 
 def test_a_manager_run_is_one_request_a_text(chat_model, fitted):
-    before = chat_model.engine.num_requests_finished()
+    before = chat_model.engine.num_requests_processed()
     estimators = [*fitted, MaximumSequenceProbability(), Perplexity(), MeanTokenEntropy()]
     run_manager(chat_model, estimators, batch_size=2)
-    assert chat_model.engine.num_requests_finished() - before == len(TEXTS)
+    assert chat_model.engine.num_requests_processed() - before == len(TEXTS)
 
 
 def test_logprob_estimators_are_the_arithmetic_on_hugging_faces_log_likelihoods(chat_model, hugging_face):
@@ -103,8 +103,8 @@ def test_mean_token_entropy_is_that_of_the_returned_probabilities(chat_model, hu
     top = torch.softmax(logits.float(), dim=-1).topk(20, dim=-1).values
     truncated = -(top * top.log()).sum(dim=-1).mean().item()
     assert value == pytest.approx(truncated, abs=1e-3)
-    # Truncation leaves out little here: the entropy of the whole distribution is near.
-    assert value == pytest.approx(entropy(torch.softmax(logits, dim=-1).numpy(), axis=1).mean(), rel=0.1)
+    # What lies behind the 20 most probable tokens is left out.
+    assert value < entropy(torch.softmax(logits, dim=-1).numpy(), axis=1).mean()
 
 
 def test_alternatives_begin_with_the_generated_token(chat_model):
@@ -118,11 +118,11 @@ def test_alternatives_begin_with_the_generated_token(chat_model):
 
 def test_embeddings_for_lm_polygraphs_density_estimators_come_from_the_same_pass(chat_model):
     train = run_manager(chat_model, [MahalanobisDistanceWithTrain(np.zeros((2, 576), dtype=np.float32))])
-    before = chat_model.engine.num_requests_finished()
+    before = chat_model.engine.num_requests_processed()
     states = train.stats["hidden_states"]
     embeddings = np.stack([state.select(-1, "all", "mean").numpy() for state in states])
     manager = run_manager(chat_model, [MahalanobisDistanceWithTrain(embeddings)], TEXTS[:3])
-    assert chat_model.engine.num_requests_finished() - before == 3
+    assert chat_model.engine.num_requests_processed() - before == 3
     assert np.isfinite(manager.estimations["sequence", "MahalanobisDistanceSeq_decoder"]).all()
 
 
@@ -153,7 +153,7 @@ from lm_polygraph.utils.generation_parameters import GenerationParameters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 path = sys.argv[1]
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-network = AutoModelForCausalLM.from_pretrained(path)
+network = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
 model = WhiteboxModel(network, tokenizer, path, generation_parameters=GenerationParameters(max_new_tokens=5))
 for estimator in (MaximumSequenceProbability(), Perplexity()):
     output = estimate_uncertainty(model, estimator, "What is the capital of Japan?")

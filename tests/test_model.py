@@ -7,6 +7,7 @@ from reference import random_prompts
 
 from polygraph_hs import CapturePlan, HiddenStatesModel
 
+START = "The capital of France is"
 QUESTION = "What is the capital of France?"
 
 
@@ -16,9 +17,9 @@ def test_results_come_in_the_order_of_the_prompts(model):
 
 
 def test_a_text_becomes_the_tokenizers_ids(model):
-    (generation,) = model.capture([QUESTION])
-    assert generation.prompt == QUESTION
-    assert generation.prompt_token_ids == model.tokenizer(QUESTION)["input_ids"]
+    (generation,) = model.capture([START])
+    assert generation.prompt == START
+    assert generation.prompt_token_ids == model.tokenizer(START)["input_ids"]
     assert generation.finish_reason == "length"
 
 
@@ -93,6 +94,6 @@ def test_newlines_can_be_forbidden(engine):
 
 
 def test_a_result_shows_what_it_holds(model):
-    (generation,) = model.capture([QUESTION])
+    (generation,) = model.capture([START])
     assert "8 tokens, finish_reason='length'" in repr(generation)
     assert "1 layers [15], 8 tokens (generated, pooling none), hidden size 576, torch.float32" in repr(generation)

@@ -2,7 +2,7 @@
 
 Build an engine with it: ``LLM(model, worker_cls="polygraph_hs.capture.worker.CaptureWorker",
 additional_config={"polygraph_hs": {"layers": [...]}})``, or let :class:`polygraph_hs.engine.CaptureEngine` do it.
-A request asks for its states with ``SamplingParams(extra_args={"polygraph_hs": request_args(...)})``.
+A request asks for its states with ``SamplingParams(extra_args={"polygraph_hs": polygraph_hs.spec.request_args(...)})``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from polygraph_hs.capture.delivery import Parcel
 from polygraph_hs.capture.layers import find_decoder_layers
 from polygraph_hs.capture.layout import read_layout
 from polygraph_hs.capture.recorder import Recorder
 from polygraph_hs.capture.tap import Tap
-from polygraph_hs.spec import CapturePlan
+from polygraph_hs.spec import CONFIG_KEY, plan_of_request
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -27,19 +28,6 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 logger = logging.getLogger(__name__)
-
-CONFIG_KEY = "polygraph_hs"
-
-
-def request_args(key: str, n: int, plan: CapturePlan) -> dict:
-    """What a request carries in ``SamplingParams.extra_args[CONFIG_KEY]``.
-
-    Args:
-        key: the driver's unique name for the request.
-        n: how many sequences are sampled from it.
-        plan: a resolved plan.
-    """
-    return {"key": key, "n": n, "layers": list(plan.layers), "tokens": plan.tokens, "pooling": plan.pooling}
 
 
 def _sample_index(req_id: str, n: int) -> int:
@@ -74,6 +62,8 @@ class Capture:
         self.recorder = Recorder()
         self.parcels: dict[str, Parcel] = {}
         self.failures: list[str] = []
+        self.running: set[str] = set()
+        self.num_requests = 0
         self.set_layers(layers)
 
     def set_layers(self, layers: list[int]) -> None:
@@ -83,13 +73,16 @@ class Capture:
 
     def before_forward(self, scheduler_output) -> None:
         """Learn of new requests, and now and then mark the buffers to see that the step writes them."""
+        self.running -= scheduler_output.finished_req_ids
         for new in scheduler_output.scheduled_new_reqs:
+            # vLLM's V2 runner is handed a preempted request as a new one when it is resumed.
+            self.num_requests += new.req_id not in self.running
+            self.running.add(new.req_id)
             params = new.sampling_params
             args = (params.extra_args or {}).get(CONFIG_KEY) if params is not None else None
             if args is not None:
-                plan = CapturePlan(tuple(args["layers"]), args["tokens"], args["pooling"])
                 key = (args["key"], _sample_index(new.req_id, args["n"]))
-                self.recorder.add_request(new.req_id, key, plan, len(new.prompt_token_ids))
+                self.recorder.add_request(new.req_id, key, plan_of_request(args), len(new.prompt_token_ids))
         # A hook that a compiler or a graph dropped leaves its buffer unwritten. One look a power of two of step
         # sizes, with every engine, is enough to notice and costs nothing after the first steps.
         num_tokens = scheduler_output.total_num_scheduled_tokens
@@ -184,13 +177,19 @@ class CaptureWorker(Worker):
             if parcel := self.capture.parcels.pop(token, None):
                 parcel.close()
 
+    def capture_num_requests(self) -> int:
+        """How many requests have been scheduled on this worker since it started."""
+        return self.capture.num_requests
+
     def capture_discard(self, requests: list[list]) -> None:
         """Forget requests that will not be collected: [key, n] each."""
         self.capture.recorder.discard((key, index) for key, n in requests for index in range(n))
 
 
-def attach(worker: Worker) -> None:
+def attach(worker: Worker | WorkerWrapperBase) -> None:
     """Give an eager engine's worker that was built without capture what :class:`CaptureWorker` has."""
+    if isinstance(worker, WorkerWrapperBase):
+        worker = worker.worker
     if not isinstance(worker, CaptureWorker):
         worker.__class__ = CaptureWorker
         worker.capture = Capture(worker, [])
