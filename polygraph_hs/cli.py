@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; errors a user can mend are printed without a traceback."""
     options = _parser().parse_args(arguments)
+    # The results are what the command prints; vLLM's start-up log, hundreds of lines, only if it is asked for.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from polygraph_hs.demo import run_demo
 
     try:

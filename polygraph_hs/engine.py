@@ -118,10 +118,9 @@ class CaptureEngine:
         self.eager = bool(config.model_config.enforce_eager)
         self._prefix = secrets.token_hex(8)
         self._counter = itertools.count()
-        worker_config = (config.additional_config or {}).get(CONFIG_KEY, {})
-        self.tapped_layers: tuple[int, ...] = resolve_layers(worker_config.get("layers", ()), self.num_hidden_layers)
         if not _captures(config.parallel_config.worker_cls):
             self._attach()
+        self.tapped_layers = self._add_layers(())
 
     @classmethod
     def start(cls, model: str, layers: Sequence[int], **llm_kwargs) -> CaptureEngine:
@@ -138,6 +137,7 @@ class CaptureEngine:
                 f"worker_cls={llm_kwargs['worker_cls']!r} cannot be combined with capture, whose worker class is "
                 f"{WORKER_CLS}; leave it out, or derive yours from it and use from_llm"
             )
+        # Negative indices are resolved here: layers -1 and 30 of the same model are one graph in the compile cache.
         resolved = resolve_layers(layers, read_num_hidden_layers(model, **llm_kwargs))
         from polygraph_hs import __version__
 
@@ -188,10 +188,13 @@ class CaptureEngine:
                 f"enforce_eager=True to add layers later"
             )
         if missing:
-            layers = sorted({*wanted, *self.tapped_layers})
-            self.llm.collective_rpc("capture_set_layers", args=(layers,))
-            self.tapped_layers = tuple(layers)
+            self.tapped_layers = self._add_layers(missing)
         return wanted
+
+    def _add_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Add taps, and ask the workers, who know best, which layers are tapped now."""
+        replies = self.llm.collective_rpc("capture_add_layers", args=(list(layers),))
+        return tuple(sorted({layer for reply in replies for layer in reply}))
 
     def generate(
         self,

@@ -63,6 +63,11 @@ def test_an_empty_prompt(model, prompt):
         model.capture(["The capital of France is", prompt])
 
 
+def test_a_token_id_outside_the_vocabulary(model):
+    with pytest.raises(ValueError, match="out of vocabulary"):
+        model.capture([[5, 6], [5, 10_000_000]])
+
+
 def test_one_text_instead_of_a_list(model):
     with pytest.raises(ValueError, match="give a list of prompts"):
         model.capture("The capital of France is")

@@ -97,3 +97,15 @@ def test_a_result_shows_what_it_holds(model):
     (generation,) = model.capture([START])
     assert "8 tokens, finish_reason='length'" in repr(generation)
     assert "1 layers [15], 8 tokens (generated, pooling none), hidden size 576, torch.float32" in repr(generation)
+
+
+def test_an_llm_that_the_user_built_with_the_worker_class_is_taken_as_it_is(plain_llm):
+    llm = plain_llm(
+        enforce_eager=True,
+        worker_cls="polygraph_hs.capture.worker.CaptureWorker",
+        additional_config={"polygraph_hs": {"layers": [-1]}},
+    )
+    model = HiddenStatesModel.from_llm(llm, layers=[-1], tokens="all", verbose=False)
+    assert model.engine.tapped_layers == (4,)
+    (generation,) = model.capture(random_prompts([9]), 4)
+    assert generation.hidden_states.values.shape == (1, 12, 128)

@@ -127,6 +127,20 @@ def test_an_eager_engine_takes_on_more_layers_and_keeps_the_ones_it_had(engine, 
     assert {*LAYERS, 3, 22} <= set(engine.tapped_layers)
 
 
+def test_two_views_of_one_eager_engine_do_not_take_each_others_taps(engine, hugging_face):
+    other = CaptureEngine(engine.llm)
+    for view, layer in ((other, 5), (engine, 6), (other, 6), (engine, 5)):
+        generations = view.generate(random_prompts([12], seed=9), GREEDY, CapturePlan((layer,), "all"))
+        assert_states_equal_hugging_face(generations, hugging_face, [layer])
+
+
+def test_more_prompts_than_the_engine_runs_at_once_are_all_complete(engine, hugging_face):
+    prompts = random_prompts([1, 100, 30] * 8, seed=10)
+    generations = engine.generate(prompts, GREEDY, CapturePlan((15,), "all"))
+    assert [generation.prompt_token_ids for (generation,) in generations] == prompts
+    assert_states_equal_hugging_face(generations, hugging_face, [15])
+
+
 def test_bfloat16_states_stay_bfloat16_and_means_are_float32(tiny_llama):
     engine = CaptureEngine.start(
         tiny_llama, [2], dtype="bfloat16", max_model_len=256, kv_cache_memory_bytes=2**28, enforce_eager=True

@@ -20,7 +20,7 @@ from polygraph_hs.capture.layers import find_decoder_layers
 from polygraph_hs.capture.layout import read_layout
 from polygraph_hs.capture.recorder import Recorder
 from polygraph_hs.capture.tap import Tap
-from polygraph_hs.spec import CONFIG_KEY, plan_of_request
+from polygraph_hs.spec import CONFIG_KEY, plan_of_request, resolve_layers
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -64,12 +64,16 @@ class Capture:
         self.failures: list[str] = []
         self.running: set[str] = set()
         self.num_requests = 0
-        self.set_layers(layers)
+        self.add_layers(layers)
 
-    def set_layers(self, layers: list[int]) -> None:
-        self.tap.set_layers(layers if self.delivers else [])
+    def add_layers(self, layers: list[int]) -> list[int]:
+        """Tap these layers too; returns all that are tapped in this process."""
+        layers = resolve_layers(layers, self.tap.num_hidden_layers)
+        if self.delivers:
+            self.tap.set_layers({*self.tap.layers, *layers})
         self.checked_sizes: set[int] = set()
         self.check_rows = 0
+        return list(self.tap.layers)
 
     def before_forward(self, scheduler_output) -> None:
         """Learn of new requests, and now and then mark the buffers to see that the step writes them."""
@@ -151,9 +155,9 @@ class CaptureWorker(Worker):
         self.capture.after_forward(scheduler_output)
         return output
 
-    def capture_set_layers(self, layers: list[int]) -> None:
-        """Tap exactly these layers. Only an eager engine can change its taps."""
-        self.capture.set_layers(layers)
+    def capture_add_layers(self, layers: list[int]) -> list[int]:
+        """Tap these layers too, if there are any; returns all that this process taps. Only for an eager engine."""
+        return self.capture.add_layers(layers) if layers else list(self.capture.tap.layers)
 
     def capture_collect(self, sequences: list[list]) -> dict | None:
         """Put finished sequences together.
