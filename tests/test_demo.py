@@ -63,7 +63,7 @@ def test_a_wrong_argument_of_the_demo_is_one_line_without_a_traceback():
 
 def test_the_readmes_example_runs_as_printed(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert 10 <= len(example.strip().splitlines()) <= 20
+    assert len(example.strip().splitlines()) <= 16
     # A plain script without a main guard, in another folder, after torch has been used on the CPU.
     script = tmp_path / "example.py"
     script.write_text("import torch\ntorch.randn(2000, 2000) @ torch.randn(2000, 2000)\n" + example)
