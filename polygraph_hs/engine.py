@@ -103,7 +103,7 @@ class CaptureEngine:
 
     Attributes:
         llm: the ``vllm.LLM``.
-        num_hidden_layers, hidden_size, max_model_len: of the model.
+        num_hidden_layers, hidden_size, vocabulary_size, max_model_len: of the model.
         tapped_layers: layers the engine writes out, non-negative and ascending.
         eager: whether taps can still be added.
     """
@@ -113,6 +113,7 @@ class CaptureEngine:
         config = llm.llm_engine.vllm_config
         self.num_hidden_layers = config.model_config.hf_text_config.num_hidden_layers
         self.hidden_size = config.model_config.get_hidden_size()
+        self.vocabulary_size = config.model_config.get_vocab_size()
         self.max_model_len = config.model_config.max_model_len
         self.max_logprobs = config.model_config.max_logprobs
         self.eager = bool(config.model_config.enforce_eager)
@@ -218,7 +219,7 @@ class CaptureEngine:
             For each prompt, the ``sampling_params.n`` sequences.
 
         Raises:
-            ValueError: no prompts, an empty prompt.
+            ValueError: no prompts, an empty prompt, a token id outside the vocabulary.
             PromptTooLongError: some prompts do not fit the window; carries the others' results.
             LayerNotTappedError, IncompleteCaptureError: states cannot be, or were not, captured.
         """
@@ -229,6 +230,16 @@ class CaptureEngine:
         empty = [number for number, prompt in enumerate(prompts) if not prompt]
         if empty:
             raise ValueError(f"the prompts at {empty} are empty (no tokens); remove them or give them text")
+        outside = {
+            number: bad
+            for number, prompt in enumerate(prompts)
+            if (bad := [token for token in prompt if not 0 <= token < self.vocabulary_size])
+        }
+        if outside:
+            raise ValueError(
+                f"some prompts have token ids outside the vocabulary, whose ids go from 0 to "
+                f"{self.vocabulary_size - 1} (prompt: ids {dict(list(outside.items())[:5])}); tokenize them with this model's tokenizer"
+            )
         if plan is not None:
             plan = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
         too_long = {i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= self.max_model_len}

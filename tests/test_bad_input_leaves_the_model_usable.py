@@ -64,8 +64,8 @@ def test_an_empty_prompt(model, prompt):
 
 
 def test_a_token_id_outside_the_vocabulary(model):
-    with pytest.raises(ValueError, match="out of vocabulary"):
-        model.capture([[5, 6], [5, 10_000_000]])
+    with pytest.raises(ValueError, match=r"ids go from 0 to 49151 \(prompt: ids \{1: \[10000000, -1\]\}\)"):
+        model.capture([[5, 6], [5, 10_000_000, -1]])
 
 
 def test_one_text_instead_of_a_list(model):

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from polygraph_hs import CaptureEngine, CapturePlan, LayerNotTappedError
 
 PROMPT_LENGTHS = (1, 2, 7, 31, 32, 33, 64, 100, 200)
-GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=5)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
 
 
 def assert_states_equal_hugging_face(generations, hugging_face, layers):
@@ -92,7 +92,7 @@ def test_each_pooling_equals_the_pooled_unpooled_states(engine, tokens, pooling)
 
 
 def test_samples_of_one_request_each_have_their_own_states(engine, hugging_face):
-    sampling = SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=1)
+    sampling = SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=1, ignore_eos=True)
     groups = engine.generate(random_prompts([9, 40], seed=4), sampling, CapturePlan((15,), "all"))
     for samples in groups:
         assert len({tuple(sample.token_ids) for sample in samples}) == 3
