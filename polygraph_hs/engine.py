@@ -238,7 +238,8 @@ class CaptureEngine:
         if outside:
             raise ValueError(
                 f"some prompts have token ids outside the vocabulary, whose ids go from 0 to "
-                f"{self.vocabulary_size - 1} (prompt: ids {dict(list(outside.items())[:5])}); tokenize them with this model's tokenizer"
+                f"{self.vocabulary_size - 1} (prompt: ids {dict(list(outside.items())[:5])}); tokenize them with this "
+                f"model's tokenizer"
             )
         if plan is not None:
             plan = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
