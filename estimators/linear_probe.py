@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from polygraph_hs.estimators.base import HiddenStatesEstimator
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+
+from polygraph_hs.estimators.base import HiddenStatesEstimator
 
 
 class LinearProbe(HiddenStatesEstimator):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from polygraph_hs.estimators.base import HiddenStatesEstimator
 from sklearn.covariance import LedoitWolf
+
+from polygraph_hs.estimators.base import HiddenStatesEstimator
 
 
 class MahalanobisDistance(HiddenStatesEstimator):

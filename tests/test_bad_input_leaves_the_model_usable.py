@@ -5,16 +5,17 @@ import sys
 
 import numpy as np
 import pytest
-from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from reference import random_prompts, states_like
 
 from polygraph_hs import (
     CaptureEngine,
     CapturePlan,
     HiddenStatesModel,
+    IncompleteCaptureError,
     LayerNotTappedError,
     PromptTooLongError,
 )
+from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 
 
 @pytest.fixture
@@ -125,11 +126,25 @@ def test_an_eager_llm_without_capture_says_how_to_build_it(plain_llm):
         HiddenStatesModel.from_llm(plain_llm(enforce_eager=True))
 
 
-def test_an_eager_llm_without_capture_is_tapped_where_the_user_lets_vllm_send_code(plain_llm, monkeypatch):
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    model = HiddenStatesModel.from_llm(plain_llm(enforce_eager=True), layers=[2], tokens="all", verbose=False)
-    (generation,) = model.capture(random_prompts([9]), 4)
+@pytest.fixture(scope="module")
+def tapped_later(plain_llm):
+    """A model on an eager LLM that was built without capture, by a user who lets vLLM send code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        llm = plain_llm(enforce_eager=True)
+        yield HiddenStatesModel.from_llm(llm, layers=[2], tokens="all", verbose=False)
+
+
+def test_an_eager_llm_without_capture_is_tapped_where_the_user_lets_vllm_send_code(tapped_later):
+    (generation,) = tapped_later.capture(random_prompts([9]), 4)
     assert generation.hidden_states.values.shape == (1, 12, 128)
+
+
+def test_a_hook_that_is_lost_is_an_error_and_stays_one(tapped_later):
+    tapped_later.engine.llm.collective_rpc(lambda worker: worker.capture.tap._taps[2][2].remove())
+    for _ in range(2):
+        with pytest.raises(IncompleteCaptureError, match=r"layers \[2\] were not written in a step of 40 tokens"):
+            tapped_later.capture(random_prompts([40]), 4)
 
 
 def test_vllm_not_installed():

@@ -4,15 +4,16 @@ import json
 
 import numpy as np
 import pytest
-from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
-from polygraph_hs.estimators.base import ARRAYS_FILE, CONFIG_FILE
-from polygraph_hs.estimators.linear_probe import load_estimator as load_linear_probe
-from polygraph_hs.estimators.mahalanobis_distance import load_estimator as load_mahalanobis_distance
 from reference import states_like
 from sklearn.covariance import ledoit_wolf
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
+
+from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
+from polygraph_hs.estimators.base import ARRAYS_FILE, CONFIG_FILE
+from polygraph_hs.estimators.linear_probe import load_estimator as load_linear_probe
+from polygraph_hs.estimators.mahalanobis_distance import load_estimator as load_mahalanobis_distance
 
 ESTIMATORS = [LinearProbe(2, C=0.5), MahalanobisDistance(2)]
 

@@ -17,11 +17,11 @@ from lm_polygraph.estimators import (
 from lm_polygraph.utils.builder_enviroment_stat_calculator import BuilderEnvironmentStatCalculator
 from lm_polygraph.utils.dataset import Dataset
 from lm_polygraph.utils.manager import UEManager
-from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from reference import reference_log_likelihoods
 from scipy.stats import entropy
 
 from polygraph_hs.datasets import is_wrong, load_world_facts
+from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from polygraph_hs.stat_calculators import all_stat_calculators
 
 TEXTS = [

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from reference import random_prompts
 
 from polygraph_hs import CapturePlan, HiddenStatesModel
+from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 
 START = "The capital of France is"
 QUESTION = "What is the capital of France?"

@@ -87,14 +87,12 @@ class Capture:
             if args is not None:
                 key = (args["key"], _sample_index(new.req_id, args["n"]))
                 self.recorder.add_request(new.req_id, key, plan_of_request(args), len(new.prompt_token_ids))
-        # A hook that a compiler or a graph dropped leaves its buffer unwritten. One look a power of two of step
+        # A hook that a compiler or a graph dropped leaves its buffer unwritten. One good look a power of two of step
         # sizes, with every engine, is enough to notice and costs nothing after the first steps.
         num_tokens = scheduler_output.total_num_scheduled_tokens
-        size = num_tokens.bit_length()
         self.check_rows = 0
         wanted = self.recorder.wants(scheduler_output.num_scheduled_tokens)
-        if num_tokens and wanted and self.tap.layers and size not in self.checked_sizes:
-            self.checked_sizes.add(size)
+        if num_tokens and wanted and self.tap.layers and num_tokens.bit_length() not in self.checked_sizes:
             self.check_rows = num_tokens
             self.tap.set_canary(num_tokens)
 
@@ -104,10 +102,13 @@ class Capture:
             return
         if not self.recorder.wants(scheduler_output.num_scheduled_tokens):
             return
-        if self.check_rows and (unwritten := self.tap.unwritten_layers(self.check_rows)):
-            self.failures.append(
-                f"the taps on layers {list(unwritten)} were not written in a step of {self.check_rows} tokens"
-            )
+        if self.check_rows:
+            if unwritten := self.tap.unwritten_layers(self.check_rows):
+                self.failures.append(
+                    f"the taps on layers {list(unwritten)} were not written in a step of {self.check_rows} tokens"
+                )
+            else:
+                self.checked_sizes.add(self.check_rows.bit_length())
         self.recorder.record(read_layout(self.runner), self.tap.layers, self._gather)
 
     def _gather(self, rows: np.ndarray) -> torch.Tensor:
