@@ -76,22 +76,24 @@ def _engine_process_start() -> Iterator[None]:
     vLLM forks by default, and a forked child of a process that has used torch on several CPU threads hangs while it
     loads the model. Spawning is safe, but re-imports the caller's main module, so that a script without a main
     guard would start an engine in its engine. vLLM's processes need nothing of that module: it is hidden for the
-    moment they start. A start method set by the user in the environment is respected.
+    moment they start. A start method that is set in the environment is respected.
     """
     variable = "VLLM_WORKER_MULTIPROC_METHOD"
-    if variable in os.environ:
-        yield
-        return
+    given = os.environ.get(variable)
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
-    os.environ[variable] = "spawn"
+    os.environ.setdefault(variable, "spawn")
     try:
         for name in hidden:
             delattr(main, name)
         main.__spec__ = None
         yield
     finally:
-        del os.environ[variable]
+        # vLLM may have changed the variable meanwhile; the caller's environment stays as it was.
+        if given is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = given
         for name, value in hidden.items():
             setattr(main, name, value)
 
