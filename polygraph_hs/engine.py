@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import secrets
 import sys
@@ -18,8 +17,6 @@ from polygraph_hs.capture.delivery import Group, open_parcel, read_groups
 from polygraph_hs.errors import IncompleteCaptureError, LayerNotTappedError, PromptTooLongError
 from polygraph_hs.spec import CONFIG_KEY, CapturePlan, request_args, resolve_layers, token_span
 from polygraph_hs.states import POOLED_POSITION, HiddenStates
-
-logger = logging.getLogger(__name__)
 
 WORKER_CLS = "polygraph_hs.capture.worker.CaptureWorker"
 
@@ -270,18 +267,16 @@ class CaptureEngine:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         try:
             outputs = self.llm.generate(inputs, params, use_tqdm=progress)
-            states = self._collect(keys, outputs, plan) if plan is not None else itertools.repeat(None)
+            samples = [sorted(output.outputs, key=lambda sample: sample.index) for output in outputs]
+            states = self._collect(keys, prompts, samples, plan) if plan is not None else itertools.repeat(None)
         except BaseException:
             if plan is not None:
                 self.llm.collective_rpc("capture_discard", args=([[key, n] for key in keys],))
             raise
         states = iter(states)
         return [
-            [
-                _generation(original, prompt, completion, next(states))
-                for completion in sorted(output.outputs, key=lambda completion: completion.index)
-            ]
-            for original, prompt, output in zip(originals, prompts, outputs, strict=True)
+            [_generation(original, prompt, completion, next(states)) for completion in completions]
+            for original, prompt, completions in zip(originals, prompts, samples, strict=True)
         ]
 
     def _with_plan(self, sampling_params, key: str, plan: CapturePlan | None):
@@ -293,11 +288,11 @@ class CaptureEngine:
             params.skip_reading_prefix_cache = plan.needs_whole_prompt()
         return params
 
-    def _collect(self, keys, outputs, plan: CapturePlan) -> list[HiddenStates]:
+    def _collect(self, keys, prompts, samples, plan: CapturePlan) -> list[HiddenStates]:
         completions = [
-            (key, len(output.prompt_token_ids), completion.index, len(completion.token_ids))
-            for key, output in zip(keys, outputs, strict=True)
-            for completion in sorted(output.outputs, key=lambda completion: completion.index)
+            (key, len(prompt), completion.index, len(completion.token_ids))
+            for key, prompt, completions in zip(keys, prompts, samples, strict=True)
+            for completion in completions
         ]
         sequences = [[key, index, generated] for key, _, index, generated in completions]
         replies = self.llm.collective_rpc("capture_collect", args=(sequences,))

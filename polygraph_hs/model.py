@@ -110,7 +110,8 @@ class HiddenStatesModel(Model):
 
         Raises:
             ImportError: vLLM is not installed.
-            ValueError: a layer, token selection, pooling or number that does not exist; before anything is loaded.
+            ValueError: a layer, token selection or pooling that does not exist, ``max_new_tokens`` below 1: before
+                anything is loaded; options that do not fit the model's tokenizer or each other: after.
         """
         require_vllm()
         estimators = list(estimators)
@@ -313,14 +314,11 @@ class HiddenStatesModel(Model):
                 )
         if kwargs.pop("suppress_tokens", None):
             kwargs["allow_newlines"] = False
-        for ignored in ("output_scores", "output_logits", "return_dict_in_generate", "min_length"):
+        for ignored in ("output_scores", "output_logits", "return_dict_in_generate"):
             kwargs.pop(ignored, None)
-        n = kwargs.pop("num_return_sequences", 1)
-        max_new_tokens = kwargs.pop("max_new_tokens", None)
-        params = self.sampling_params(max_new_tokens, n=n, min_new_tokens=kwargs.pop("min_new_tokens", 0), **kwargs)
-        answers = [answer for group in self._generate(prompts, params, None) for answer in group]
+        answers = self._generate_flat(prompts, kwargs)
         longest = max(len(answer.token_ids) for answer in answers)
-        vocabulary = max(len(self.tokenizer), self.engine.llm.llm_engine.vllm_config.model_config.get_vocab_size())
+        vocabulary = max(len(self.tokenizer), self.engine.vocabulary_size)
         sequences, scores = [], []
         for answer in answers:
             length = len(answer.token_ids)
@@ -340,11 +338,18 @@ class HiddenStatesModel(Model):
 
     def generate_texts(self, input_texts: Sequence[Prompt], **kwargs) -> list[str]:
         """Generated texts only, ``num_return_sequences`` a prompt, flat and in order; nothing is captured."""
-        n = kwargs.pop("num_return_sequences", kwargs.pop("n", 1))
-        kwargs.pop("min_length", None)
-        max_new_tokens = kwargs.pop("max_new_tokens", None)
-        params = self.sampling_params(max_new_tokens, n=n, min_new_tokens=kwargs.pop("min_new_tokens", 0), **kwargs)
-        return [answer.text for group in self._generate(input_texts, params, None) for answer in group]
+        kwargs.setdefault("num_return_sequences", kwargs.pop("n", 1))
+        return [answer.text for answer in self._generate_flat(input_texts, kwargs)]
+
+    def _generate_flat(self, prompts: Sequence[Prompt], arguments: dict) -> list[Generation]:
+        """Every sequence of every prompt, for the arguments that lm-polygraph's calculators pass; no states."""
+        arguments = dict(arguments)
+        # On a decoder-only model Hugging Face's min_length counts the prompt too, so it asks for nothing here.
+        arguments.pop("min_length", None)
+        params = self.sampling_params(
+            arguments.pop("max_new_tokens", None), n=arguments.pop("num_return_sequences", 1), **arguments
+        )
+        return [answer for group in self._generate(prompts, params, None) for answer in group]
 
     def device(self) -> str:
         """Where :meth:`tokenize` puts its tensors: the engine has its own process and takes them from the CPU."""

@@ -16,8 +16,8 @@ import torch
 from polygraph_hs.capture.layout import StepLayout
 from polygraph_hs.spec import CapturePlan, token_span
 
-# Later than any position: the end of a selection while the sequence still grows.
-OPEN_END = np.iinfo(np.int64).max
+# More tokens than any sequence has: the length of a generation that still grows.
+STILL_GROWING = 2**40
 
 
 @dataclass
@@ -87,8 +87,7 @@ class Recorder:
         """Start recording a request. A request that is resumed after preemption goes on where it was."""
         if req_id in self.requests:
             return
-        start, _ = token_span(plan.tokens, prompt_length, 1)
-        stop = prompt_length if plan.tokens in ("prompt", "last_prompt") else OPEN_END
+        start, stop = token_span(plan.tokens, prompt_length, STILL_GROWING)
         self.requests[req_id] = Request(self.num_seen, key, plan, prompt_length, start, stop)
         self.by_key[key] = req_id
         self.num_seen += 1
@@ -105,8 +104,6 @@ class Recorder:
             layers: the layers that ``gather`` returns.
             gather: takes int64 row numbers [k] and returns [num_layers, k, hidden_size] on the host.
         """
-        if not self.requests:
-            return
         requests = [self.requests.get(req_id) for req_id in layout.req_ids]
         recorded = np.array([request is not None for request in requests])
         if not recorded.any():

@@ -64,6 +64,8 @@ class Capture:
         self.failures: list[str] = []
         self.running: set[str] = set()
         self.num_requests = 0
+        # Whether the step under way holds a request whose states are wanted; then no step is empty.
+        self.recording = False
         self.add_layers(layers)
 
     def add_layers(self, layers: list[int]) -> list[int]:
@@ -91,16 +93,14 @@ class Capture:
         # sizes, with every engine, is enough to notice and costs nothing after the first steps.
         num_tokens = scheduler_output.total_num_scheduled_tokens
         self.check_rows = 0
-        wanted = self.recorder.wants(scheduler_output.num_scheduled_tokens)
-        if num_tokens and wanted and self.tap.layers and num_tokens.bit_length() not in self.checked_sizes:
+        self.recording = bool(self.tap.layers) and self.recorder.wants(scheduler_output.num_scheduled_tokens)
+        if self.recording and num_tokens.bit_length() not in self.checked_sizes:
             self.check_rows = num_tokens
             self.tap.set_canary(num_tokens)
 
-    def after_forward(self, scheduler_output) -> None:
+    def after_forward(self) -> None:
         """Keep the wanted rows of the step that was just launched."""
-        if not scheduler_output.total_num_scheduled_tokens or not self.tap.layers:
-            return
-        if not self.recorder.wants(scheduler_output.num_scheduled_tokens):
+        if not self.recording:
             return
         if self.check_rows:
             if unwritten := self.tap.unwritten_layers(self.check_rows):
@@ -153,7 +153,7 @@ class CaptureWorker(Worker):
     def execute_model(self, scheduler_output, *args, **kwargs):
         self.capture.before_forward(scheduler_output)
         output = super().execute_model(scheduler_output, *args, **kwargs)
-        self.capture.after_forward(scheduler_output)
+        self.capture.after_forward()
         return output
 
     def capture_add_layers(self, layers: list[int]) -> list[int]:
