@@ -30,6 +30,54 @@ def test_every_form_of_layer_output_gives_the_residual_stream(output, expected):
     assert torch.equal(state_from_output(output, 8, "layer 1"), expected)
 
 
+def test_a_leftover_beside_the_state_is_not_added():
+    assert torch.equal(state_from_output((STATE, RESIDUAL), 8, "layer 1", residual_is_pending=False), STATE)
+
+
+def test_a_pair_that_could_be_either_is_an_error():
+    with pytest.raises(ValueError, match="layer 1 is a pair of tensors, and the blocks' forward does not tell"):
+        state_from_output((STATE, RESIDUAL), 8, "layer 1", residual_is_pending=None)
+    assert torch.equal(state_from_output((STATE, None), 8, "layer 1", residual_is_pending=None), STATE)
+
+
+class AddsWhatItIsHanded(nn.Module):
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states if residual is None else residual + hidden_states
+        return residual * 2, residual
+
+
+class ReplacesWhatItIsHanded(nn.Module):
+    def forward(self, positions, hidden_states, residual):
+        residual = hidden_states
+        hidden_states, residual = hidden_states * 2, residual
+        return residual + hidden_states, residual
+
+
+class IsHandedNothing(nn.Module):
+    def forward(self, positions, hidden_states):
+        residual = hidden_states
+        return residual + hidden_states * 2, residual
+
+
+class TakesAnything(nn.Module):
+    def forward(self, *args, **kwargs):
+        return args[0], kwargs["residual"]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([AddsWhatItIsHanded, AddsWhatItIsHanded], True),
+        ([ReplacesWhatItIsHanded, ReplacesWhatItIsHanded], False),
+        ([ReplacesWhatItIsHanded, IsHandedNothing], False),
+        ([TakesAnything], None),
+        ([AddsWhatItIsHanded, IsHandedNothing], None),
+    ],
+)
+def test_a_residual_is_pending_if_the_next_block_reads_it(blocks, expected):
+    assert DecoderLayers("layers", nn.ModuleList(block() for block in blocks)).residual_is_pending() is expected
+
+
 @pytest.mark.parametrize("output", [(STATE, RESIDUAL[:2]), (STATE, STATE, STATE), "text", STATE[:, :4], (STATE, "x")])
 def test_an_unknown_form_of_layer_output_is_an_error(output):
     with pytest.raises(ValueError, match="layer 1 is a"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
+import re
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +28,38 @@ class DecoderLayers:
         from vllm.model_executor.models.utils import PPMissingLayer
 
         return not isinstance(self.blocks[block], PPMissingLayer)
+
+    def residual_is_pending(self) -> bool | None:
+        """Whether the second tensor that a block returns has yet to be added to the first; None if it cannot be told.
+
+        What a block returns is what the next one is handed. If the blocks never read the residual they are handed,
+        the first tensor alone is the state and the second a leftover.
+        """
+        blocks = [block for number, block in enumerate(self.blocks) if self.is_local(number)]
+        answers = {_reads_residual(type(block).forward) for block in blocks}
+        return answers.pop() if len(answers) == 1 else None
+
+
+def _reads_residual(forward) -> bool | None:
+    """Whether a block's forward uses the ``residual`` that it is handed; None if its signature does not say.
+
+    A forward that has no such argument, or that assigns to it first, never sees the one it is handed.
+    """
+    forward = inspect.unwrap(forward)
+    parameters = inspect.signature(forward).parameters
+    if "residual" not in parameters:
+        variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        unclear = any("residual" in name or parameter.kind in variadic for name, parameter in parameters.items())
+        return None if unclear else False
+    for instruction in dis.get_instructions(forward):
+        if not re.search("FAST|DEREF|CLOSURE", instruction.opname):
+            continue
+        # One instruction can stand for two, such as STORE_FAST_LOAD_FAST, and then names two variables.
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        for kind, name in zip(re.findall("LOAD|STORE|DELETE", instruction.opname), names, strict=False):
+            if name == "residual":
+                return kind == "LOAD"
+    return False
 
 
 def find_decoder_layers(model: nn.Module, num_hidden_layers: int) -> DecoderLayers:
@@ -59,11 +94,12 @@ def _flatten_batch(state: torch.Tensor, hidden_size: int, origin: str) -> torch.
     return state
 
 
-def state_from_output(output, hidden_size: int, origin: str) -> torch.Tensor:
+def state_from_output(output, hidden_size: int, origin: str, residual_is_pending: bool | None = True) -> torch.Tensor:
     """The hidden state after a block, ``(tokens, hidden_size)``.
 
-    vLLM's blocks return the state, ``(state,)``, ``(state, None)``, or ``(update, residual)`` whose sum, not yet
-    taken, is the state.
+    vLLM's blocks return the state, ``(state,)``, ``(state, None)``, ``(update, residual)`` whose sum, not yet taken,
+    is the state, or ``(state, leftover)``. The last two look alike: ``residual_is_pending`` says which it is, as
+    :meth:`DecoderLayers.residual_is_pending` does.
     """
     if isinstance(output, tuple):
         state, *rest = output
@@ -76,7 +112,13 @@ def state_from_output(output, hidden_size: int, origin: str) -> torch.Tensor:
                     f"{origin} is a pair of shapes {tuple(state.shape)} and {tuple(residual.shape)}; a residual has "
                     f"the shape of the state"
                 )
-            state = state + residual
+            if residual_is_pending is None:
+                raise ValueError(
+                    f"{origin} is a pair of tensors, and the blocks' forward does not tell whether their sum or the "
+                    f"first alone is the state; this model cannot be captured"
+                )
+            if residual_is_pending:
+                state = state + residual
     else:
         state = output
     if not isinstance(state, torch.Tensor):

@@ -91,9 +91,10 @@ class Tap:
             handle = module.register_forward_pre_hook(before_block, with_kwargs=True)
         else:
             origin = f"the output behind layer {layer}"
+            pending = self.decoder.residual_is_pending()
 
             def after_block(module, args, output):
-                write(module, state_from_output(output, hidden_size, origin))
+                write(module, state_from_output(output, hidden_size, origin, pending))
 
             handle = module.register_forward_hook(after_block)
         return module, name, handle
