@@ -11,12 +11,14 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "CaptureEngine": "polygraph_hs.engine",
     "CapturePlan": "polygraph_hs.spec",
+    "EngineDiedError": "polygraph_hs.errors",
     "Generation": "polygraph_hs.engine",
     "HiddenStates": "polygraph_hs.states",
     "HiddenStatesModel": "polygraph_hs.model",
     "IncompleteCaptureError": "polygraph_hs.errors",
     "LayerNotTappedError": "polygraph_hs.errors",
     "PromptTooLongError": "polygraph_hs.errors",
+    "UnsupportedVersionError": "polygraph_hs.errors",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -7,18 +7,37 @@ import itertools
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from packaging.specifiers import SpecifierSet
 
 from polygraph_hs.capture.delivery import Group, open_parcel, read_groups
-from polygraph_hs.errors import IncompleteCaptureError, LayerNotTappedError, PromptTooLongError
-from polygraph_hs.spec import CONFIG_KEY, CapturePlan, request_args, resolve_layers, token_span
+from polygraph_hs.errors import (
+    EngineDiedError,
+    IncompleteCaptureError,
+    LayerNotTappedError,
+    PromptTooLongError,
+    UnsupportedVersionError,
+)
+from polygraph_hs.spec import (
+    CONFIG_KEY,
+    CapturePlan,
+    plan_of_request,
+    ranges,
+    request_args,
+    resolve_layers,
+    token_span,
+)
 from polygraph_hs.states import POOLED_POSITION, HiddenStates
 
 WORKER_CLS = "polygraph_hs.capture.worker.CaptureWorker"
+# The same range as the gpu extra's in setup.cfg; what was run is in docs/versions.md.
+SUPPORTED_VLLM = SpecifierSet(">=0.25.1,<0.33")
+# vLLM's RPC messages can carry up to 4 GiB.
+FETCH_BYTES = 2**28
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,6 +53,7 @@ class Generation:
         top_token_ids: int64 array ``(G, k)``, the k most probable tokens at each step, most probable first.
         top_log_likelihoods: float32 array ``(G, k)``, their natural log-probabilities.
         finish_reason: ``stop`` or ``length``.
+        num_cached_tokens: prompt tokens that vLLM's prefix cache spared; None if vLLM does not say.
         hidden_states: the captured states, or None if none were asked for.
     """
 
@@ -45,6 +65,7 @@ class Generation:
     top_token_ids: np.ndarray
     top_log_likelihoods: np.ndarray
     finish_reason: str | None
+    num_cached_tokens: int | None
     hidden_states: HiddenStates | None
 
     def __repr__(self) -> str:
@@ -55,7 +76,7 @@ class Generation:
 
 
 def require_vllm():
-    """Import vLLM or say how to install it."""
+    """Import a vLLM that is supported, or say how to install one."""
     try:
         import vllm
     except ImportError as error:
@@ -63,6 +84,12 @@ def require_vllm():
             f"polygraph-hs generates with vLLM, which cannot be imported here ({error}). Install it with "
             f"pip install 'polygraph-hs[gpu]' for CUDA or 'polygraph-hs[cpu]' for the CPU"
         ) from error
+    if not SUPPORTED_VLLM.contains(vllm.__version__, prereleases=True):
+        raise UnsupportedVersionError(
+            f"vLLM {vllm.__version__} is installed; polygraph-hs reads vLLM's internals and was tested with versions "
+            f"{SUPPORTED_VLLM} only. Install one of these: pip install 'polygraph-hs[gpu]' for CUDA or "
+            f"'polygraph-hs[cpu]' for the CPU"
+        )
     return vllm
 
 
@@ -108,6 +135,7 @@ class CaptureEngine:
     """
 
     def __init__(self, llm):
+        require_vllm()
         self.llm = llm
         config = llm.llm_engine.vllm_config
         self.num_hidden_layers = config.model_config.hf_text_config.num_hidden_layers
@@ -121,6 +149,7 @@ class CaptureEngine:
         if not _captures(config.parallel_config.worker_cls):
             self._attach()
         self.tapped_layers = self._add_layers(())
+        self._can_borrow = all(llm.collective_rpc("capture_can_borrow"))
 
     @classmethod
     def start(cls, model: str, layers: Sequence[int], **llm_kwargs) -> CaptureEngine:
@@ -198,34 +227,179 @@ class CaptureEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[str | Sequence[int]],
         sampling_params,
-        plan: CapturePlan | None,
+        plan: CapturePlan | Sequence[CapturePlan | None] | None,
         *,
         originals: Sequence | None = None,
         progress: bool = False,
+        lora_request=None,
     ) -> list[list[Generation]]:
         """Generate once and return texts, log-probabilities and states of that pass.
 
         Args:
-            prompts: token ids, passed to vLLM as they are.
-            sampling_params: a ``vllm.SamplingParams``; it is not changed.
-            plan: what to capture; None captures nothing.
+            prompts: texts, or token ids, which are passed to vLLM as they are.
+            sampling_params: a ``vllm.SamplingParams``, or one a prompt; they are not changed.
+            plan: what to capture, or one plan a prompt; None captures nothing.
             originals: what the caller calls the prompts, for ``Generation.prompt``.
             progress: show vLLM's progress bar.
+            lora_request: a ``vllm.lora.request.LoRARequest``, or one (or None) a prompt.
 
         Returns:
-            For each prompt, the ``sampling_params.n`` sequences.
+            For each prompt, its ``sampling_params.n`` sequences.
 
         Raises:
-            ValueError: no prompts, an empty prompt, a token id outside the vocabulary.
+            ValueError: no prompts, an empty prompt, a token id outside the vocabulary, lists of unequal lengths.
             PromptTooLongError: some prompts do not fit the window; carries the others' results.
             LayerNotTappedError, IncompleteCaptureError: states cannot be, or were not, captured.
+            EngineDiedError: vLLM's engine ended.
         """
-        prompts = [list(prompt) for prompt in prompts]
-        originals = prompts if originals is None else originals
+        originals = list(prompts) if originals is None else originals
+        prompts = self._checked_token_ids(prompts)
+        too_long = {i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= self.max_model_len}
+        kept = [number for number in range(len(prompts)) if number not in too_long]
+        sampling = _one_each(sampling_params, len(prompts), "sampling_params")
+        plans = _one_each(plan, len(prompts), "plan")
+        loras = _one_each(lora_request, len(prompts), "lora_request")
+        requests = [self.prepare(sampling[i], plans[i]) for i in kept]
+        # Requests whose prompts' states are asked for find each other's prefixes in vLLM's cache, and no other
+        # request's, so that there is a row to borrow for each position that the cache spares them.
+        salt = f"{self._prefix}-{next(self._counter)}"
+        inputs = [{"prompt_token_ids": prompts[i]} for i in kept]
+        for number, prompt, request in zip(kept, inputs, requests, strict=True):
+            args = _capture_args(request)
+            if args is None or not plan_of_request(args).needs_whole_prompt():
+                continue
+            if self._can_borrow and not sampling[number].skip_reading_prefix_cache:
+                args["borrows"], request.skip_reading_prefix_cache, prompt["cache_salt"] = True, False, salt
+        self._check_seeds([(prompts[i], sampling[i]) for i in kept])
+
+        def launch():
+            adapters = [loras[i] for i in kept] if any(loras) else None
+            return self.llm.generate(inputs, requests, use_tqdm=progress, lora_request=adapters)
+
+        answers = self._run(launch, requests, [originals[i] for i in kept]) if kept else []
+        if not too_long:
+            return answers
+        outputs: list = [None] * len(prompts)
+        for number, answer in zip(kept, answers, strict=True):
+            outputs[number] = answer
+        lengths = ", ".join(f"prompt {number}: {length} tokens" for number, length in too_long.items())
+        raise PromptTooLongError(
+            f"{len(too_long)} of {len(prompts)} prompts do not fit the model's window of {self.max_model_len} tokens, "
+            f"of which a prompt may fill {self.max_model_len - 1} ({lengths}). The others were answered: this error's "
+            f".outputs has their results. Shorten these, or raise max_model_len",
+            outputs,
+        )
+
+    def chat(
+        self,
+        conversations: Sequence[list[dict]],
+        sampling_params,
+        plan: CapturePlan | Sequence[CapturePlan | None] | None,
+        *,
+        progress: bool = False,
+        **chat_options,
+    ) -> list[list[Generation]]:
+        """:meth:`generate` for chats: ``vllm.LLM.chat`` with capture.
+
+        Args:
+            conversations: lists of messages, each a dict of ``role`` and ``content``.
+            sampling_params, plan, progress: as in :meth:`generate`.
+            chat_options: for ``vllm.LLM.chat`` (chat_template, tools, lora_request, ...).
+        """
+        conversations = list(conversations)
+        if not conversations:
+            raise ValueError("conversations=[] is empty; give at least one list of messages")
+        if isinstance(conversations[0], dict):
+            raise ValueError("conversations is one list of messages; give a list of conversations")
+        sampling = _one_each(sampling_params, len(conversations), "sampling_params")
+        plans = _one_each(plan, len(conversations), "plan")
+        requests = [self.prepare(params, plan) for params, plan in zip(sampling, plans, strict=True)]
+
+        def launch():
+            return self.llm.chat(conversations, requests, use_tqdm=progress, **chat_options)
+
+        return self._run(launch, requests, conversations)
+
+    def prepare(self, sampling_params, plan: CapturePlan | None):
+        """``vllm.SamplingParams`` of one request that is to be captured, for calling vLLM oneself.
+
+        Every request needs its own, used once: pass them to ``engine.llm.generate`` or ``chat``, and what that
+        returns to :meth:`collect`. A request that is aborted is given up with :meth:`discard`.
+
+        Args:
+            sampling_params: a ``vllm.SamplingParams``, which is not changed.
+            plan: what to capture; None captures nothing.
+
+        Returns:
+            A ``vllm.SamplingParams`` that carries the plan.
+
+        Raises:
+            LayerNotTappedError: the engine is compiled and has no tap on one of the layers.
+        """
+        params = sampling_params.clone()
+        params.flat_logprobs = True
+        if plan is not None:
+            plan = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
+            key = f"{self._prefix}-{next(self._counter)}"
+            params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: request_args(key, params.n, plan)}
+            # A cached prefix is not computed again, and leaves no row.
+            if plan.needs_whole_prompt():
+                params.skip_reading_prefix_cache = True
+        return params
+
+    def collect(self, outputs: Sequence, requests: Sequence, originals: Sequence | None = None):
+        """Put vLLM's outputs and the states of their requests together. States can be collected once.
+
+        Args:
+            outputs: finished ``vllm.RequestOutput``, one a request, in the order of ``requests``.
+            requests: the :meth:`prepare`d ``vllm.SamplingParams`` that they were generated with.
+            originals: what the caller calls the prompts; by default what vLLM does.
+
+        Returns:
+            For each request a list of its ``n`` :class:`Generation`.
+
+        Raises:
+            ValueError: not one finished output a request.
+            IncompleteCaptureError: states are missing.
+        """
+        if len(outputs) != len(requests):
+            raise ValueError(f"{len(outputs)} outputs came for {len(requests)} requests; give one output a request")
+        if embedded := [number for number, output in enumerate(outputs) if output.prompt_token_ids is None]:
+            raise ValueError(f"the prompts {embedded} are embeddings; capture needs prompts of tokens")
+        unfinished = [number for number, output in enumerate(outputs) if not output.finished]
+        if unfinished:
+            raise ValueError(f"the outputs {unfinished} are not finished; collect them when vLLM has finished them")
+        if originals is None:
+            originals = [output.prompt_token_ids if output.prompt is None else output.prompt for output in outputs]
+        sequences = [
+            _Sequence(number, sample, output, args)
+            for number, (output, args) in enumerate(zip(outputs, map(_capture_args, requests), strict=True))
+            for sample in sorted(output.outputs, key=lambda sample: sample.index)
+        ]
+        captured = [sequence for sequence in sequences if sequence.args is not None]
+        states = iter(self._collect(captured) if captured else ())
+        generations: list[list[Generation]] = [[] for _ in outputs]
+        for sequence in sequences:
+            state = None if sequence.args is None else next(states)
+            generation = _generation(originals[sequence.prompt], sequence, state)
+            generations[sequence.prompt].append(generation)
+        return generations
+
+    def discard(self, requests: Sequence) -> None:
+        """Free what was captured for :meth:`prepare`d requests that will not be collected, such as aborted ones."""
+        wanted = [[args["key"], args["n"]] for args in map(_capture_args, requests) if args is not None]
+        if wanted:
+            self.llm.collective_rpc("capture_discard", args=(wanted,))
+
+    def _checked_token_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts={prompts!r} is one text; give a list of prompts")
         if not prompts:
             raise ValueError("prompts=[] is empty; give at least one prompt")
+        tokenizer = self.llm.get_tokenizer() if any(isinstance(prompt, str) for prompt in prompts) else None
+        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         empty = [number for number, prompt in enumerate(prompts) if not prompt]
         if empty:
             raise ValueError(f"the prompts at {empty} are empty (no tokens); remove them or give them text")
@@ -240,96 +414,96 @@ class CaptureEngine:
                 f"{self.vocabulary_size - 1} (prompt: ids {dict(list(outside.items())[:5])}); tokenize them with this "
                 f"model's tokenizer"
             )
-        if plan is not None:
-            plan = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
-        too_long = {i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= self.max_model_len}
-        kept = [number for number in range(len(prompts)) if number not in too_long]
-        answers = self._run([prompts[i] for i in kept], [originals[i] for i in kept], sampling_params, plan, progress)
-        if not too_long:
-            return answers
-        outputs: list = [None] * len(prompts)
-        for number, answer in zip(kept, answers, strict=True):
-            outputs[number] = answer
-        lengths = ", ".join(f"prompt {number}: {length} tokens" for number, length in too_long.items())
-        raise PromptTooLongError(
-            f"{len(too_long)} of {len(prompts)} prompts do not fit the model's window of {self.max_model_len} tokens, "
-            f"of which a prompt may fill {self.max_model_len - 1} ({lengths}). The others were answered: this error's "
-            f".outputs has their results. Shorten these, or raise max_model_len",
-            outputs,
-        )
+        return prompts
 
-    def _run(self, prompts, originals, sampling_params, plan, progress) -> list[list[Generation]]:
-        if not prompts:
-            return []
-        n = sampling_params.n
-        keys = [f"{self._prefix}-{next(self._counter)}" for _ in prompts]
-        params = [self._with_plan(sampling_params, key, plan) for key in keys]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    def _check_seeds(self, requests: list[tuple[list[int], object]]) -> None:
+        """vLLM's CPU build ends its engine when a seeded request is prefilled in chunks: say so before it does."""
+        config = self.llm.llm_engine.vllm_config
+        if config.device_config.device_type != "cpu" or not config.scheduler_config.enable_chunked_prefill:
+            return
+        seeds = [params.seed for _, params in requests if params.seed is not None and params.temperature > 0]
+        num_tokens = sum(len(prompt) * params.n for prompt, params in requests)
+        budget = config.scheduler_config.max_num_batched_tokens
+        if seeds and num_tokens > budget:
+            raise ValueError(
+                f"seed={seeds[0]} with {num_tokens} prompt tokens (n samples of a prompt count n times): vLLM on the "
+                f"CPU cannot prefill a seeded request in chunks, and its engine would end. Raise "
+                f"max_num_batched_tokens, now {budget}, to at least {num_tokens}, build the engine with "
+                f"enable_chunked_prefill=False, or leave the seed out"
+            )
+
+    def _run(self, launch: Callable[[], list], requests: list, originals: Sequence) -> list[list[Generation]]:
+        """Launch prepared requests through vLLM and collect them; whatever ends it early leaves nothing behind."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        processor = self.llm.llm_engine.output_processor
+        earlier = set(processor.request_states)
+        first = self.llm.request_counter.counter
         try:
-            outputs = self.llm.generate(inputs, params, use_tqdm=progress)
-            samples = [sorted(output.outputs, key=lambda sample: sample.index) for output in outputs]
-            states = self._collect(keys, prompts, samples, plan) if plan is not None else itertools.repeat(None)
+            return self.collect(launch(), requests, originals)
+        except EngineDeadError as error:
+            states = [state for key, state in processor.request_states.items() if key not in earlier]
+            running = sorted({int(state.external_req_id) - first for state in states})
+            raise EngineDiedError(
+                f"vLLM's engine ended while prompts {ranges(running)} of {len(requests)} were not finished (its own "
+                f"message is above); their answers and states are lost, and this engine cannot be used any more. "
+                f"Start a new one"
+            ) from error
         except BaseException:
-            if plan is not None:
-                self.llm.collective_rpc("capture_discard", args=([[key, n] for key in keys],))
+            running = {key: state for key, state in processor.request_states.items() if key not in earlier}
+            if running:
+                parents = {state.parent_req.request_id for state in running.values() if state.parent_req is not None}
+                self.llm.llm_engine.abort_request([*running, *parents], internal=True)
+            self.discard(requests)
             raise
-        states = iter(states)
-        return [
-            [_generation(original, prompt, completion, next(states)) for completion in completions]
-            for original, prompt, completions in zip(originals, prompts, samples, strict=True)
-        ]
 
-    def _with_plan(self, sampling_params, key: str, plan: CapturePlan | None):
-        params = sampling_params.clone()
-        params.flat_logprobs = True
-        if plan is not None:
-            params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: request_args(key, params.n, plan)}
-            # A cached prefix is not computed again, so its states would never exist.
-            params.skip_reading_prefix_cache = plan.needs_whole_prompt()
-        return params
+    def _collect(self, captured: list[_Sequence]) -> list[HiddenStates]:
+        from vllm.v1.engine.exceptions import EngineDeadError
 
-    def _collect(self, keys, prompts, samples, plan: CapturePlan) -> list[HiddenStates]:
-        completions = [
-            (key, len(prompt), completion.index, len(completion.token_ids))
-            for key, prompt, completions in zip(keys, prompts, samples, strict=True)
-            for completion in completions
-        ]
-        sequences = [[key, index, generated] for key, _, index, generated in completions]
-        replies = self.llm.collective_rpc("capture_collect", args=(sequences,))
-        replies = [(rank, reply) for rank, reply in enumerate(replies) if reply is not None]
-        parcels = [reply for _, reply in replies if not reply["missing"]]
+        wanted = [[sequence.args["key"], sequence.completion.index, sequence.num_generated] for sequence in captured]
+        parcels = []
         try:
-            missing = [text for _, reply in replies for text in reply["missing"]]
-            if missing:
-                raise IncompleteCaptureError(
-                    f"{len(missing)} captured sequences are incomplete; nothing is filled in for them. "
-                    + "; ".join(missing[:5])
-                )
+            replies = self.llm.collective_rpc("capture_collect", args=(wanted,))
+            replies = [(rank, reply) for rank, reply in enumerate(replies) if reply is not None]
+            parcels = [reply["token"] for _, reply in replies if "token" in reply]
+            _require_complete([reply for _, reply in replies], captured)
+            # One group from each pipeline stage that computes some of the layers.
             groups = [group for rank, reply in replies for group in self._open(rank, reply)]
+            values = _by_sequence(groups, captured)
+            return [self._hidden_states(*pair) for pair in zip(values, captured, strict=True)]
+        except (IncompleteCaptureError, EngineDeadError):
+            raise
+        except Exception as error:
+            raise IncompleteCaptureError(
+                f"the states of {_names(captured)} could not be handed over: {error}"
+            ) from error
         finally:
-            self.llm.collective_rpc("capture_release", args=([parcel["token"] for parcel in parcels],))
-        # One group from each pipeline stage that computes some of the layers.
-        values = _by_sequence(groups, len(completions), plan.layers)
-        return [
-            self._hidden_states(tensor, plan, prompt_length, generated)
-            for tensor, (_, prompt_length, _, generated) in zip(values, completions, strict=True)
-        ]
+            if parcels:
+                self.llm.collective_rpc("capture_release", args=(parcels,))
 
     def _open(self, rank: int, description: dict) -> list[Group]:
         groups = open_parcel(description)
         if groups is None:
-            contents = self.llm.collective_rpc("capture_fetch", args=(description["token"],))[rank]
-            groups = read_groups(bytearray(contents), description)
+            groups = read_groups(self._fetch(rank, description), description)
         return groups
 
-    def _hidden_states(self, values, plan: CapturePlan, prompt_length: int, num_generated: int) -> HiddenStates:
+    def _fetch(self, rank: int, description: dict) -> bytearray:
+        """A parcel's bytes over RPC, in pieces that its message format can carry."""
+        contents = bytearray()
+        for start in range(0, description["size"], FETCH_BYTES):
+            stop = min(start + FETCH_BYTES, description["size"])
+            contents += self.llm.collective_rpc("capture_fetch", args=(description["token"], start, stop))[rank]
+        return contents
+
+    def _hidden_states(self, values: torch.Tensor, sequence: _Sequence) -> HiddenStates:
+        plan, prompt_length, num_generated = sequence.plan, len(sequence.prompt_token_ids), sequence.num_generated
         start, stop = token_span(plan.tokens, prompt_length, num_generated)
         positions = np.arange(start, stop)
         if plan.pooling != "none":
             positions = np.array([POOLED_POSITION if plan.pooling == "mean" else stop - 1])
         if values.shape[1] != len(positions):
             raise IncompleteCaptureError(
-                f"a sequence of {prompt_length} + {num_generated} tokens came with {values.shape[1]} states where "
+                f"{sequence.name}, {prompt_length} + {num_generated} tokens, came with {values.shape[1]} states where "
                 f"tokens={plan.tokens!r} has {len(positions)}"
             )
         return HiddenStates(
@@ -371,26 +545,92 @@ def _captures(worker_cls: str) -> bool:
     return issubclass(resolve_obj_by_qualname(worker_cls), resolve_obj_by_qualname(WORKER_CLS))
 
 
-def _by_sequence(groups: list[Group], num_sequences: int, layers: tuple[int, ...]) -> list[torch.Tensor]:
-    parts: list[dict[int, tuple[Group, torch.Tensor]]] = [{} for _ in range(num_sequences)]
+@dataclass(frozen=True)
+class _Sequence:
+    """One generated sequence on its way to becoming a :class:`Generation`.
+
+    Attributes:
+        prompt: number of its prompt in the call.
+        completion: vLLM's ``CompletionOutput``.
+        output: the ``RequestOutput`` that it is part of.
+        args: the capture arguments that its request carried, or None.
+    """
+
+    prompt: int
+    completion: object
+    output: object
+    args: dict | None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self.output.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.completion.token_ids)
+
+    @property
+    def plan(self) -> CapturePlan:
+        return plan_of_request(self.args)
+
+    @property
+    def name(self) -> str:
+        return f"prompt {self.prompt}" + (f", sample {self.completion.index}" if self.args["n"] > 1 else "")
+
+
+def _capture_args(sampling_params) -> dict | None:
+    return (sampling_params.extra_args or {}).get(CONFIG_KEY)
+
+
+def _one_each(value, count: int, name: str) -> list:
+    """A list of ``count`` values, from one value or from such a list."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts; give one for all, or one a prompt")
+    return list(value)
+
+
+def _names(captured: list[_Sequence]) -> str:
+    return f"prompts {ranges(sorted({sequence.prompt for sequence in captured}))}"
+
+
+def _require_complete(replies: list[dict], captured: list[_Sequence]) -> None:
+    """Raise if a worker lacks states of a sequence, or does not trust those it has."""
+    failures = [reason for reply in replies for reason in reply["failures"]]
+    if failures:
+        raise IncompleteCaptureError(f"the states of {_names(captured)} cannot be trusted: {'; '.join(failures[:5])}")
+    missing = [(captured[number], reason) for reply in replies for number, reason in reply["missing"]]
+    if missing:
+        raise IncompleteCaptureError(
+            f"{len({id(sequence) for sequence, _ in missing})} of {len(captured)} captured sequences are incomplete; "
+            f"nothing is filled in for them. "
+            + "; ".join(f"{sequence.name}: {reason}" for sequence, reason in missing[:5])
+        )
+
+
+def _by_sequence(groups: list[Group], captured: list[_Sequence]) -> list[torch.Tensor]:
+    """Each sequence's states, ``(layers, tokens, hidden_size)``, from the groups of every pipeline stage."""
+    parts: list[dict[int, tuple[Group, torch.Tensor]]] = [{} for _ in captured]
     for group in groups:
         bounds = zip(group.row_start[:-1], group.row_start[1:], strict=True)
-        for sequence, (first, end) in zip(group.sequences, bounds, strict=True):
-            parts[sequence][group.layers[0]] = (group, group.values[:, first:end])
+        for number, (first, end) in zip(group.sequences, bounds, strict=True):
+            parts[number][group.layers[0]] = (group, group.values[:, first:end])
     values = []
-    for number, part in enumerate(parts):
+    for sequence, part in zip(captured, parts, strict=True):
         ordered = [part[first] for first in sorted(part)]
         arrived = tuple(layer for group, _ in ordered for layer in group.layers)
-        if arrived != layers:
+        if arrived != sequence.plan.layers:
             raise IncompleteCaptureError(
-                f"sequence {number}: layers {list(arrived)} arrived, {list(layers)} were asked for"
+                f"{sequence.name}: layers {list(arrived)} arrived, {list(sequence.plan.layers)} were asked for"
             )
         tensors = [tensor for _, tensor in ordered]
         values.append(tensors[0] if len(tensors) == 1 else torch.cat(tensors))
     return values
 
 
-def _generation(original, prompt: list[int], completion, states: HiddenStates | None) -> Generation:
+def _generation(original, sequence: _Sequence, states: HiddenStates | None) -> Generation:
+    completion = sequence.completion
     token_ids = list(completion.token_ids)
     logprobs = completion.logprobs
     if logprobs is None:
@@ -412,11 +652,12 @@ def _generation(original, prompt: list[int], completion, states: HiddenStates | 
     return Generation(
         original,
         completion.text,
-        prompt,
+        sequence.prompt_token_ids,
         token_ids,
         likelihoods,
         ids,
         values,
         completion.finish_reason,
+        sequence.output.num_cached_tokens,
         states,
     )

@@ -5,6 +5,14 @@ class IncompleteCaptureError(RuntimeError):
     """States that the capture plan asked for did not arrive. Nothing is filled in for them."""
 
 
+class EngineDiedError(RuntimeError):
+    """vLLM's engine process, or a worker of it, ended while it was generating; a new engine is needed."""
+
+
+class UnsupportedVersionError(ImportError):
+    """The installed vLLM is not one that capture was tested with."""
+
+
 class LayerNotTappedError(ValueError):
     """A layer was asked for that the engine has no tap on and cannot be given one any more."""
 

@@ -37,6 +37,8 @@ class HiddenStatesModel(Model):
         system_prompt: text of a system message put before each text prompt, or None.
         num_logprobs: how many of the most probable tokens are returned at each step.
         verbose: whether to show progress bars.
+        lora_request: a ``vllm.lora.request.LoRARequest`` for every generation from now on, or None; the engine must
+            have been built with ``enable_lora=True``.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class HiddenStatesModel(Model):
         self.system_prompt = system_prompt
         self.num_logprobs = num_logprobs
         self.verbose = verbose
+        self.lora_request = None
         if instruct and not self.tokenizer.chat_template:
             raise ValueError(
                 f"instruct=True, but the tokenizer of {model_path} has no chat template; pass instruct=False"
@@ -216,7 +219,14 @@ class HiddenStatesModel(Model):
             raise ValueError(f"prompts={prompts!r} is one text; give a list of prompts")
         prompts = list(prompts)
         token_ids = [self.tokenize_prompt(prompt) for prompt in prompts]
-        return self.engine.generate(token_ids, sampling_params, plan, originals=prompts, progress=self.verbose)
+        return self.engine.generate(
+            token_ids,
+            sampling_params,
+            plan,
+            originals=prompts,
+            progress=self.verbose,
+            lora_request=self.lora_request,
+        )
 
     def tokenize_prompt(self, prompt: Prompt) -> list[int]:
         """The token ids that the model sees for one prompt: with the chat template if ``instruct``."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 # Under this name the worker finds its options in additional_config, and a request's in SamplingParams.extra_args.
 CONFIG_KEY = "polygraph_hs"
 TOKENS = ("last_prompt", "generated", "prompt", "all")
@@ -107,15 +109,24 @@ class CapturePlan:
         return self.tokens in ("prompt", "all")
 
 
-def request_args(key: str, n: int, plan: CapturePlan) -> dict:
+def request_args(key: str, n: int, plan: CapturePlan, borrows: bool = False) -> dict:
     """What a request carries in ``SamplingParams.extra_args[CONFIG_KEY]``: numbers and strings alone.
 
     Args:
         key: the driver's unique name for the request.
         n: how many sequences are sampled from it.
         plan: a resolved plan.
+        borrows: whether the request may read the prefix cache for positions that the plan asks for; every request
+            that can have filled the cache for it must then borrow too.
     """
-    return {"key": key, "n": n, "layers": list(plan.layers), "tokens": plan.tokens, "pooling": plan.pooling}
+    return {
+        "key": key,
+        "n": n,
+        "layers": list(plan.layers),
+        "tokens": plan.tokens,
+        "pooling": plan.pooling,
+        "borrows": borrows,
+    }
 
 
 def plan_of_request(args: dict) -> CapturePlan:
@@ -126,3 +137,11 @@ def plan_of_request(args: dict) -> CapturePlan:
 def as_layers(layers: int | Sequence[int]) -> tuple[int, ...]:
     """One layer index or several, as a tuple."""
     return (layers,) if hasattr(layers, "__index__") else tuple(layers)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending integers in few words: ``[3, 4, 5, 9]`` is ``3-5, 9``; at most five ranges are named."""
+    numbers = np.asarray(numbers)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more ranges" if len(texts) > 5 else "")

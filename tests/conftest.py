@@ -13,11 +13,13 @@ from vllm import LLM
 from polygraph_hs import CaptureEngine, HiddenStatesModel
 from polygraph_hs.smollm2 import smollm2_path
 
-# Chunked prefill in pieces of 32 tokens; float32, so that states can be compared closely.
+# Chunked prefill in pieces of 32 tokens; prefixes cached in blocks of 32; float32, so that states can be compared
+# closely.
 ENGINE_OPTIONS = {
     "dtype": "float32",
     "max_model_len": 512,
     "max_num_batched_tokens": 32,
+    "block_size": 32,
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 2**30,
 }
@@ -75,3 +77,15 @@ def tiny_llama(tmp_path_factory, smollm2) -> str:
 def plain_llm(tiny_llama):
     """Starts an LLM as a user would who has not heard of capture."""
     return lambda **options: LLM(tiny_llama, dtype="float32", max_model_len=256, kv_cache_memory_bytes=2**28, **options)
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_llama):
+    """A second engine beside the real model's: the random Llama, eager."""
+    options = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
+    return CaptureEngine.start(tiny_llama, range(5), enforce_eager=True, **options)
+
+
+@pytest.fixture(scope="session")
+def tiny_hugging_face(tiny_llama):
+    return AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)

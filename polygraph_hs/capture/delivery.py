@@ -51,14 +51,18 @@ class Parcel:
             offset += -(-part.values.nbytes // ALIGNMENT) * ALIGNMENT
         self.size = offset
         self.fd = os.memfd_create("polygraph_hs", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
-        if self.fd is None:
-            self.memory = bytearray(self.size)
-        else:
-            os.ftruncate(self.fd, self.size)
-            self.memory = mmap.mmap(self.fd, self.size)
-        self.memory[:TOKEN_BYTES] = self.token
-        for part, values in zip(collected, _views(self.memory, self.groups), strict=True):
-            values.copy_(part.values)
+        try:
+            if self.fd is None:
+                self.memory = bytearray(self.size)
+            else:
+                os.ftruncate(self.fd, self.size)
+                self.memory = mmap.mmap(self.fd, self.size)
+            self.memory[:TOKEN_BYTES] = self.token
+            for part, values in zip(collected, _views(self.memory, self.groups), strict=True):
+                values.copy_(part.values)
+        except BaseException:
+            self.close()
+            raise
 
     def description(self) -> dict:
         """Plain numbers and strings, safe for any RPC."""
@@ -70,8 +74,9 @@ class Parcel:
             "groups": self.groups,
         }
 
-    def contents(self) -> bytes:
-        return bytes(self.memory)
+    def contents(self, start: int, stop: int) -> bytes:
+        """Bytes ``start`` to ``stop`` of the parcel."""
+        return bytes(self.memory[start:stop])
 
     def close(self) -> None:
         """Give up the worker's hold; a driver that has mapped the memory keeps it."""
@@ -103,6 +108,10 @@ def open_parcel(description: dict) -> list[Group] | None:
 
 def read_groups(memory: mmap.mmap | bytearray, description: dict) -> list[Group]:
     """The groups of a parcel, as tensors on ``memory``, which they keep alive."""
+    if len(memory) != description["size"]:
+        raise ValueError(
+            f"the captured states' memory has {len(memory)} bytes where {description['size']} were announced for it"
+        )
     if bytes(memory[:TOKEN_BYTES]) != description["token"].encode():
         raise ValueError("the captured states' memory does not carry the token that was announced for it")
     return [

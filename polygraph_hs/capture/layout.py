@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ def read_layout(model_runner) -> StepLayout:
 def _read_v1(model_runner) -> StepLayout:
     batch = model_runner.input_batch
     num_reqs = batch.num_reqs
-    return StepLayout(
-        list(batch.req_ids[:num_reqs]),
-        model_runner.query_start_loc.np[: num_reqs + 1].astype(np.int64),
-        batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64),
-    )
+    query_start = model_runner.query_start_loc.np[: num_reqs + 1].astype(np.int64)
+    first_position = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
+    if model_runner.use_async_spec_decode:
+        first_position = _first_positions_on_device(model_runner.positions, query_start)
+    return StepLayout(list(batch.req_ids[:num_reqs]), query_start, first_position)
 
 
 def _read_v2(model_runner) -> StepLayout:
@@ -54,7 +55,14 @@ def _read_v2(model_runner) -> StepLayout:
     query_start = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
     first_position = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
     if model_runner.speculative_config is not None:
-        # Drafts of the step before may still be unverified on the host, whose counts are then upper bounds;
-        # the device has the true positions. This waits for the step, and only speculative decoding pays for it.
-        first_position = batch.positions[: query_start[-1]].cpu().numpy()[query_start[:-1]]
+        first_position = _first_positions_on_device(batch.positions, query_start)
     return StepLayout(list(batch.req_ids[:num_reqs]), query_start, first_position)
+
+
+def _first_positions_on_device(positions: torch.Tensor, query_start: np.ndarray) -> np.ndarray:
+    """Each request's first position, from the device.
+
+    With speculative decoding and asynchronous scheduling the drafts of the step before may still be unverified on
+    the host, whose counts are then upper bounds. This waits for the step; nothing else pays for it.
+    """
+    return positions[: query_start[-1]].cpu().numpy()[query_start[:-1]].astype(np.int64)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from polygraph_hs.capture.layout import StepLayout
-from polygraph_hs.spec import CapturePlan, token_span
+from polygraph_hs.spec import CapturePlan, ranges, token_span
 
 # More tokens than any sequence has: the length of a generation that still grows.
 STILL_GROWING = 2**40
@@ -28,6 +29,9 @@ class Request:
         ordinal: its number in this recorder, never reused.
         key: the driver's name for it, ``(request key, sample index)``.
         start, stop: positions to keep, ``stop`` exclusive.
+        borrows: whether it may read the prefix cache for positions that are to be kept; it then keeps all of its own
+            rows, to lend them in turn.
+        loans: (ordinal of the request that computed them, first position, one past the last) of cached positions.
     """
 
     ordinal: int
@@ -36,6 +40,8 @@ class Request:
     prompt_length: int
     start: int
     stop: int
+    borrows: bool = False
+    loans: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -74,23 +80,51 @@ class Collected:
     row_start: list[int]
 
 
+class Missing(NamedTuple):
+    """Why the states of one sequence cannot be put together.
+
+    Attributes:
+        sequence: its number in the order the sequences were asked for.
+        reason: what is missing.
+    """
+
+    sequence: int
+    reason: str
+
+
 @dataclass
 class Recorder:
     """Keeps rows of steps until the driver collects them."""
 
     requests: dict[str, Request] = field(default_factory=dict)
-    by_key: dict[tuple[str, int], str] = field(default_factory=dict)
+    # More than one id to a key is the driver's mistake, kept so that collecting can say it.
+    by_key: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     num_seen: int = 0
 
-    def add_request(self, req_id: str, key: tuple[str, int], plan: CapturePlan, prompt_length: int) -> None:
+    def add_request(
+        self, req_id: str, key: tuple[str, int], plan: CapturePlan, prompt_length: int, borrows: bool = False
+    ) -> None:
         """Start recording a request. A request that is resumed after preemption goes on where it was."""
         if req_id in self.requests:
             return
-        start, stop = token_span(plan.tokens, prompt_length, STILL_GROWING)
-        self.requests[req_id] = Request(self.num_seen, key, plan, prompt_length, start, stop)
-        self.by_key[key] = req_id
+        start, stop = token_span("all" if borrows else plan.tokens, prompt_length, STILL_GROWING)
+        self.requests[req_id] = Request(self.num_seen, key, plan, prompt_length, start, stop, borrows)
+        self.by_key.setdefault(key, []).append(req_id)
         self.num_seen += 1
+
+    def borrows(self, req_id: str) -> bool:
+        """Whether a request is recorded and may borrow rows of positions that it does not compute."""
+        return req_id in self.requests and self.requests[req_id].borrows
+
+    def borrow(self, req_id: str, lender: int, start: int, stop: int) -> None:
+        """Let a request have the rows that the request with ordinal ``lender`` computed at these positions."""
+        request = self.requests[req_id]
+        if lender == request.ordinal:
+            return
+        if request.loans and request.loans[-1][0] == lender and request.loans[-1][2] == start:
+            start = request.loans.pop()[1]
+        request.loans.append((lender, start, stop))
 
     def wants(self, req_ids: Iterable[str]) -> bool:
         """Whether any of these requests is recorded."""
@@ -127,7 +161,7 @@ class Recorder:
 
     def collect(
         self, sequences: Sequence[tuple[tuple[str, int], int]], is_local: Callable[[int], bool]
-    ) -> tuple[list[Collected], list[str]]:
+    ) -> tuple[list[Collected], list[Missing]]:
         """Put finished sequences together. Copies from the device must have ended.
 
         Args:
@@ -135,18 +169,25 @@ class Recorder:
             is_local: whether this process computes a layer; only those layers are put together.
 
         Returns:
-            The states in groups of equal layers, and a description of everything that is missing (then no states).
+            The states in groups of equal layers, and everything that is missing (then no states).
             Nothing is forgotten; call :meth:`discard`.
         """
-        missing: list[str] = []
+        missing: list[Missing] = []
         groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
         spans: list[tuple[Request, int, int]] = []
         for number, (key, num_generated) in enumerate(sequences):
-            request = self.requests.get(self.by_key.get(key, ""))
-            if request is None:
-                missing.append(f"sequence {number}: its request never reached this worker")
+            req_ids = self.by_key.get(key, [])
+            if len(req_ids) != 1:
+                reason = "its request never reached this worker"
+                if req_ids:
+                    reason = (
+                        f"{len(req_ids)} requests ({', '.join(req_ids)}) carry its capture arguments; "
+                        f"each prompt needs SamplingParams of its own"
+                    )
+                missing.append(Missing(number, reason))
                 spans.append((None, 0, 0))
                 continue
+            request = self.requests[req_ids[0]]
             start, stop = token_span(request.plan.tokens, request.prompt_length, num_generated)
             spans.append((request, start, stop))
             layers = tuple(layer for layer in request.plan.layers if is_local(layer))
@@ -158,34 +199,56 @@ class Recorder:
         for (layers, pooling), numbers in groups.items():
             if not layers:
                 continue
-            values, row_start, lost = self._assemble(layers, [(number, *spans[number]) for number in numbers])
+            values, row_start, lost = self.assemble(layers, [(number, *spans[number]) for number in numbers])
             missing += lost
             if not missing:
                 values, row_start = _pool(values, row_start, pooling)
                 collected.append(Collected(layers, values, numbers, row_start))
         return ([], missing) if missing else (collected, [])
 
-    def _assemble(
+    def assemble(
         self, layers: tuple[int, ...], spans: list[tuple[int, Request, int, int]]
-    ) -> tuple[torch.Tensor, list[int], list[str]]:
-        lengths = np.array([stop - start for _, _, start, stop in spans])
-        row_start = np.concatenate([[0], np.cumsum(lengths)])
-        # By ordinal: where a request's rows go, and which positions it has.
-        base = np.zeros(self.num_seen, dtype=np.int64)
-        low = np.zeros(self.num_seen, dtype=np.int64)
-        high = np.zeros(self.num_seen, dtype=np.int64)
-        ordinals = np.array([request.ordinal for _, request, _, _ in spans])
-        base[ordinals] = row_start[:-1]
-        low[ordinals] = [start for _, _, start, _ in spans]
-        high[ordinals] = [stop for _, _, _, stop in spans]
+    ) -> tuple[torch.Tensor, list[int], list[Missing]]:
+        """Rows of these layers for [n] (number of the sequence, request, first position, one past the last).
 
+        Returns:
+            The values ``(layers, rows, hidden_size)``, [n + 1] where each sequence's rows start, and what is missing.
+        """
+        values, filled, row_start = self._rows(layers, [(request.ordinal, *span) for _, request, *span in spans])
+        self._repay(layers, [(request, *span) for _, request, *span in spans], values, filled, row_start)
+        lost = []
+        if not filled.all():
+            for (number, _, start, stop), first, end in zip(spans, row_start[:-1], row_start[1:], strict=True):
+                holes = start + np.flatnonzero(~filled[first:end])
+                if len(holes):
+                    reason = (
+                        f"{len(holes)} of {stop - start} positions never arrived ({ranges(holes)}) for layers "
+                        f"{list(layers)}"
+                    )
+                    lost.append(Missing(number, reason))
+        return values, row_start.tolist(), lost
+
+    def _rows(
+        self, layers: tuple[int, ...], spans: list[tuple[int, int, int]]
+    ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """Rows that requests computed themselves, for [n] (ordinal, first position, one past the last).
+
+        Returns:
+            The values ``(layers, rows, hidden_size)``, bool [rows] which of them there are, and [n + 1] where each
+            request's rows start.
+        """
+        ordinals, low_of, high_of = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
+        row_start = np.concatenate([[0], np.cumsum(high_of - low_of)])
+        # By ordinal: where a request's rows go, and which positions are wanted of it.
+        base, low, high = np.zeros((3, self.num_seen), dtype=np.int64)
+        base[ordinals], low[ordinals], high[ordinals] = row_start[:-1], low_of, high_of
         filled = np.zeros(int(row_start[-1]), dtype=bool)
-        values = None
+        values = torch.empty(len(layers), 0, 0)
         for chunk in self.chunks:
             rows = np.flatnonzero((chunk.positions >= low[chunk.owners]) & (chunk.positions < high[chunk.owners]))
             if len(rows) == 0 or not set(layers) <= set(chunk.layers):
                 continue
-            if values is None:
+            if values.numel() == 0:
                 values = torch.empty(len(layers), len(filled), chunk.values.shape[-1], dtype=chunk.values.dtype)
             owners = chunk.owners[rows]
             targets = base[owners] + chunk.positions[rows] - low[owners]
@@ -193,24 +256,47 @@ class Recorder:
             source, target = torch.from_numpy(rows), torch.from_numpy(targets)
             for out, layer in zip(values, layers, strict=True):
                 out[target] = chunk.values[chunk.layers.index(layer)][source]
-        lost = []
-        if not filled.all():
-            for (number, _, start, stop), first, end in zip(spans, row_start[:-1], row_start[1:], strict=True):
-                holes = start + np.flatnonzero(~filled[first:end])
-                if len(holes):
-                    lost.append(
-                        f"sequence {number}: {len(holes)} of {stop - start} positions never arrived "
-                        f"({_ranges(holes)}) for layers {list(layers)}"
-                    )
-        return values, row_start.tolist(), lost
+        return values, filled, row_start
+
+    def _repay(
+        self,
+        layers: tuple[int, ...],
+        spans: list[tuple[Request, int, int]],
+        values: torch.Tensor,
+        filled: np.ndarray,
+        row_start: np.ndarray,
+    ) -> None:
+        """Fill cached positions, in place, with the rows of the requests that computed them."""
+        loans = [
+            (lender, max(first, start), min(end, stop), target - start)
+            for (request, start, stop), target in zip(spans, row_start[:-1].tolist(), strict=True)
+            for lender, first, end in request.loans
+            if max(first, start) < min(end, stop)
+        ]
+        wanted: dict[int, tuple[int, int]] = {}
+        for lender, first, end, _ in loans:
+            low, high = wanted.get(lender, (first, end))
+            wanted[lender] = (min(low, first), max(high, end))
+        if not wanted or values.numel() == 0:
+            return
+        lent, there, lent_start = self._rows(layers, [(lender, *span) for lender, span in wanted.items()])
+        offsets = {
+            lender: start - low
+            for (lender, (low, _)), start in zip(wanted.items(), lent_start[:-1].tolist(), strict=True)
+        }
+        for lender, first, end, offset in loans:
+            source = slice(offsets[lender] + first, offsets[lender] + end)
+            target = slice(offset + first, offset + end)
+            # All or nothing: a gap stays a gap, and is reported as the borrower's.
+            if there[source].all():
+                values[:, target] = lent[:, source]
+                filled[target] = True
 
     def discard(self, keys: Iterable[tuple[str, int]]) -> None:
         """Forget sequences: collected, aborted or unwanted ones. Unknown keys are no error."""
         gone = []
         for key in keys:
-            req_id = self.by_key.pop(key, None)
-            if req_id is not None:
-                gone.append(self.requests.pop(req_id).ordinal)
+            gone += [self.requests.pop(req_id).ordinal for req_id in self.by_key.pop(key, [])]
         if not gone:
             return
         dropped = np.zeros(self.num_seen, dtype=bool)
@@ -231,10 +317,3 @@ def _pool(values: torch.Tensor, row_start: list[int], pooling: str) -> tuple[tor
         lengths = bounds[1:] - bounds[:-1]
         pooled = torch.stack([torch.segment_reduce(layer.float(), "mean", lengths=lengths) for layer in values])
     return pooled, list(range(len(row_start)))
-
-
-def _ranges(positions: np.ndarray) -> str:
-    """``[3, 4, 5, 9]`` as ``3-5, 9``; at most five ranges."""
-    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more ranges" if len(texts) > 5 else "")

@@ -8,6 +8,7 @@ A request asks for its states with ``SamplingParams(extra_args={"polygraph_hs": 
 from __future__ import annotations
 
 import logging
+import os
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from polygraph_hs.capture.delivery import Parcel
 from polygraph_hs.capture.layers import find_decoder_layers
-from polygraph_hs.capture.layout import read_layout
+from polygraph_hs.capture.layout import StepLayout, read_layout
+from polygraph_hs.capture.prefixes import CachedPrefixes, full_attention_group
 from polygraph_hs.capture.recorder import Recorder
 from polygraph_hs.capture.tap import Tap
 from polygraph_hs.spec import CONFIG_KEY, plan_of_request, resolve_layers
@@ -40,6 +42,11 @@ def _sample_index(req_id: str, n: int) -> int:
     return int(prefix)
 
 
+def prompt_length(new) -> int:
+    """Tokens in the prompt of a request that is new to the worker; a prompt of embeddings has no token ids."""
+    return len(new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids)
+
+
 class Capture:
     """The state of capturing in one worker process."""
 
@@ -48,6 +55,7 @@ class Capture:
         model = worker.get_model()
         graph_sizes = config.compilation_config.cudagraph_capture_sizes or [0]
         self.runner = worker.model_runner
+        self.parallel_config = config.parallel_config
         self.tap = Tap(
             model,
             find_decoder_layers(model, config.model_config.hf_text_config.num_hidden_layers),
@@ -60,6 +68,8 @@ class Capture:
         # Every tensor-parallel rank holds the same states; one delivers.
         self.delivers = get_tp_group().is_first_rank
         self.recorder = Recorder()
+        # Until the KV cache has been laid out, and for models whose cache has no such group, nothing is borrowed.
+        self.prefixes: CachedPrefixes | None = None
         self.parcels: dict[str, Parcel] = {}
         self.failures: list[str] = []
         self.running: set[str] = set()
@@ -84,11 +94,9 @@ class Capture:
             # vLLM's V2 runner is handed a preempted request as a new one when it is resumed.
             self.num_requests += new.req_id not in self.running
             self.running.add(new.req_id)
-            params = new.sampling_params
-            args = (params.extra_args or {}).get(CONFIG_KEY) if params is not None else None
-            if args is not None:
-                key = (args["key"], _sample_index(new.req_id, args["n"]))
-                self.recorder.add_request(new.req_id, key, plan_of_request(args), len(new.prompt_token_ids))
+            self.register(new)
+        if self.prefixes is not None:
+            self.prefixes.follow(scheduler_output, self.recorder)
         # A hook that a compiler or a graph dropped leaves its buffer unwritten. One good look a power of two of step
         # sizes, with every engine, is enough to notice and costs nothing after the first steps.
         num_tokens = scheduler_output.total_num_scheduled_tokens
@@ -97,6 +105,22 @@ class Capture:
         if self.recording and num_tokens.bit_length() not in self.checked_sizes:
             self.check_rows = num_tokens
             self.tap.set_canary(num_tokens)
+
+    def can_borrow(self) -> bool:
+        """Whether requests may read the prefix cache for positions whose states are asked for."""
+        # With context parallelism a block's positions are spread over ranks.
+        spread = self.parallel_config.decode_context_parallel_size * self.parallel_config.prefill_context_parallel_size
+        if self.prefixes is None and spread == 1 and (group := full_attention_group(self.runner.kv_cache_config)):
+            self.prefixes = CachedPrefixes(*group)
+        return self.prefixes is not None
+
+    def register(self, new) -> None:
+        """Start recording a request that is new to the worker, if it carries a plan."""
+        params = new.sampling_params
+        args = (params.extra_args or {}).get(CONFIG_KEY) if params is not None else None
+        if args is not None:
+            key = (args["key"], _sample_index(new.req_id, args["n"]))
+            self.recorder.add_request(new.req_id, key, plan_of_request(args), prompt_length(new), args["borrows"])
 
     def after_forward(self) -> None:
         """Keep the wanted rows of the step that was just launched."""
@@ -109,7 +133,15 @@ class Capture:
                 )
             else:
                 self.checked_sizes.add(self.check_rows.bit_length())
-        self.recorder.record(read_layout(self.runner), self.tap.layers, self._gather)
+        self.record(read_layout(self.runner))
+
+    def record(self, layout: StepLayout) -> None:
+        self.recorder.record(layout, self.tap.layers, self._gather)
+
+    def wait(self) -> None:
+        """Wait until the rows of every step so far have reached the host."""
+        if self.tap.device.type != "cpu":
+            torch.accelerator.synchronize(self.tap.device)
 
     def _gather(self, rows: np.ndarray) -> torch.Tensor:
         indices = torch.from_numpy(rows)
@@ -122,19 +154,17 @@ class Capture:
     def collect(self, sequences: list[list]) -> dict | None:
         if not self.delivers:
             return None
-        if self.tap.device.type != "cpu":
-            torch.accelerator.synchronize(self.tap.device)
+        self.wait()
         keys = [(key, index) for key, index, _ in sequences]
         lengths = [num_generated for _, _, num_generated in sequences]
         collected, missing = self.recorder.collect(list(zip(keys, lengths, strict=True)), self.tap.is_local)
         self.recorder.discard(keys)
-        missing = [*self.failures, *missing]
-        self.failures = []
-        if missing:
-            return {"missing": missing}
+        failures, self.failures = self.failures, []
+        if failures or missing:
+            return {"failures": failures, "missing": [list(entry) for entry in missing]}
         parcel = Parcel(collected)
         self.parcels[parcel.token.decode()] = parcel
-        return {"missing": [], **parcel.description()}
+        return {"failures": [], "missing": [], **parcel.description()}
 
 
 class CaptureWorker(Worker):
@@ -160,6 +190,10 @@ class CaptureWorker(Worker):
         """Tap these layers too, if there are any; returns all that this process taps. Only for an eager engine."""
         return self.capture.add_layers(layers) if layers else list(self.capture.tap.layers)
 
+    def capture_can_borrow(self) -> bool:
+        """Whether a request may read the prefix cache although its prompt's states are asked for."""
+        return self.capture.can_borrow()
+
     def capture_collect(self, sequences: list[list]) -> dict | None:
         """Put finished sequences together.
 
@@ -167,14 +201,15 @@ class CaptureWorker(Worker):
             sequences: [n] of [request key, sample index, number of generated tokens].
 
         Returns:
-            A parcel's description with ``missing`` empty, or only ``missing``; None from a rank that has no part.
+            None from a rank that has no part; else a dict with ``failures`` (reasons why no sequence can be trusted)
+            and ``missing`` ([number of the sequence, reason]), and if both are empty a parcel's description.
         """
         return self.capture.collect(sequences)
 
-    def capture_fetch(self, token: str) -> bytes | None:
-        """A parcel's bytes, for a driver that cannot map them."""
+    def capture_fetch(self, token: str, start: int, stop: int) -> bytes | None:
+        """A piece of a parcel's bytes, for a driver that cannot map them; None from a rank that has not that parcel."""
         parcel = self.capture.parcels.get(token)
-        return None if parcel is None else parcel.contents()
+        return None if parcel is None else parcel.contents(start, stop)
 
     def capture_release(self, tokens: list[str]) -> None:
         """Give parcels up once the driver has them."""
@@ -185,6 +220,19 @@ class CaptureWorker(Worker):
     def capture_num_requests(self) -> int:
         """How many requests have been scheduled on this worker since it started."""
         return self.capture.num_requests
+
+    def capture_process_id(self) -> int:
+        """The process that this worker is, for looking at it from outside."""
+        return os.getpid()
+
+    def capture_held(self) -> dict[str, int]:
+        """What this worker keeps at the moment: requests being recorded, rows of steps, parcels not yet released."""
+        recorder = self.capture.recorder
+        return {
+            "requests": len(recorder.requests),
+            "rows": sum(len(chunk.positions) for chunk in recorder.chunks),
+            "parcels": len(self.capture.parcels),
+        }
 
     def capture_discard(self, requests: list[list]) -> None:
         """Forget requests that will not be collected: [key, n] each."""
