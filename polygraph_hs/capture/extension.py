@@ -1,0 +1,184 @@
+"""The five-call protocol: what lm-polygraph's ``VLLMWithUncertainty(use_native_hs_capture=True)`` asks a worker.
+
+Load it with ``LLM(model, enforce_eager=True,
+worker_extension_cls="polygraph_hs.capture.extension.HookHiddenStatesExtension")``; the client calls it through
+``collective_rpc``. It is a thin face on the same tap, layout and recorder as :mod:`polygraph_hs.capture.worker`, and
+gives the residual stream behind each block, which equals Hugging Face's ``output_hidden_states``.
+
+Only here are states pickled, because the protocol's clients unpickle them. Prefer
+:class:`~polygraph_hs.engine.CaptureEngine`, which needs neither pickle nor an eager engine, and knows how many tokens
+each sequence has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import torch
+from torch import nn
+
+from polygraph_hs.capture.layers import find_decoder_layers
+from polygraph_hs.capture.layout import StepLayout, read_layout
+from polygraph_hs.capture.worker import Capture, CaptureWorker, prompt_length
+from polygraph_hs.errors import IncompleteCaptureError
+from polygraph_hs.spec import CapturePlan
+
+
+class EveryRequest(Capture):
+    """Captures every request that is scheduled, at every position that is computed for it.
+
+    Attributes:
+        computed: by request id, the first position computed and one past the last.
+        counts: the answer to ``_get_capture_metadata``.
+    """
+
+    def __init__(self, worker: HookHiddenStatesExtension, layers: list[int]):
+        super().__init__(worker, layers)
+        self.worker = worker
+        self.plan = CapturePlan(tuple(layers), "all")
+        self.computed: dict[str, tuple[int, int]] = {}
+        self.counts: dict[str, dict[str, int]] = {}
+
+    def register(self, new) -> None:
+        self.recorder.add_request(new.req_id, (new.req_id, 0), self.plan, prompt_length(new))
+
+    def record(self, layout: StepLayout) -> None:
+        super().record(layout)
+        for req_id, first, count in zip(
+            layout.req_ids,
+            layout.first_position.tolist(),
+            (layout.query_start[1:] - layout.query_start[:-1]).tolist(),
+            strict=True,
+        ):
+            if req_id not in self.recorder.requests:
+                continue
+            start, stop = self.computed.get(req_id, (first, first))
+            # A preempted request computes its positions again: only those behind the furthest are new.
+            new = max(first + count - stop, 0)
+            self.computed[req_id] = (start, stop + new)
+            counts = self.counts.setdefault(req_id, {"total_computed": 0, "prefill_tokens": 0})
+            counts["total_computed"] += new
+            prompt = self.recorder.requests[req_id].prompt_length
+            self.worker._track_prefill_chunk(req_id, max(min(stop + new, prompt) - min(stop, prompt), 0))
+
+    def reset(self) -> None:
+        self.recorder.discard([(req_id, 0) for req_id in self.recorder.requests])
+        self.computed, self.counts, self.failures = {}, {}, []
+
+    def take(self) -> dict[int, dict[str, bytes]]:
+        """Every request's rows of every layer, pickled; they are then forgotten."""
+        self.wait()
+        req_ids = list(self.computed)
+        spans = [
+            (number, self.recorder.requests[req_id], *self.computed[req_id]) for number, req_id in enumerate(req_ids)
+        ]
+        layers = self.tap.layers
+        values, row_start, missing = self.recorder.assemble(layers, spans) if spans else (None, [0], [])
+        failures = [*self.failures, *(f"request {req_ids[number]}: {reason}" for number, reason in missing)]
+        self.recorder.discard([(req_id, 0) for req_id in self.recorder.requests])
+        self.computed, self.failures = {}, []
+        if failures:
+            raise IncompleteCaptureError("captured states are incomplete; " + "; ".join(failures[:5]))
+        return {
+            layer - 1: {
+                req_id: pickle.dumps(values[row, first:stop].to(torch.float32).numpy().copy())
+                for req_id, first, stop in zip(req_ids, row_start[:-1], row_start[1:], strict=True)
+            }
+            for row, layer in enumerate(layers)
+        }
+
+
+class HookHiddenStatesExtension:
+    """Mixed into vLLM's worker by ``worker_extension_cls``.
+
+    Layers are 0-based decoder blocks here: block i's output is layer i + 1 of the rest of this package. Of the ranks
+    of a tensor-parallel group the first answers with data; the others, whose states are the same, with ``{}``.
+    """
+
+    def _setup_hidden_states_capture(self, layer_ids: list[int]) -> list[int]:
+        """Capture these decoder blocks from now on, in place of earlier ones, whose states are forgotten.
+
+        Args:
+            layer_ids: 0-based decoder blocks; ``[]`` ends capturing and removes the taps.
+
+        Returns:
+            The blocks that this process captures, ascending.
+
+        Raises:
+            ValueError: a block does not exist, or this engine cannot be captured in this way; what was set up
+                before stays.
+        """
+        config = self.vllm_config
+        if not config.model_config.enforce_eager:
+            raise ValueError("the five-call protocol needs an eager engine; build it with LLM(..., enforce_eager=True)")
+        if config.speculative_config is not None:
+            raise ValueError(
+                "the five-call protocol cannot tell rejected drafts from tokens at the end of a sequence; build the "
+                "LLM without speculative_config, or use polygraph_hs.CaptureEngine"
+            )
+        num_blocks = len(self._decoder_layers().blocks)
+        outside = [block for block in layer_ids if not 0 <= block < num_blocks]
+        if outside:
+            raise ValueError(f"layer_ids={outside} do not exist: this model has decoder blocks 0 to {num_blocks - 1}")
+        capture = getattr(self, "capture", None)
+        if not isinstance(capture, EveryRequest | None):
+            raise ValueError("this engine was built with CaptureWorker; the five-call protocol needs vLLM's own worker")
+        if capture is not None:
+            capture.tap.set_layers([])
+            self.__class__, self.capture = self._plain_class, None
+        if not layer_ids:
+            return []
+        self._plain_class = type(self)
+        self.capture = EveryRequest(self, sorted({block + 1 for block in layer_ids}))
+        self.__class__ = type("CaptureWorker", (CaptureWorker, self._plain_class), {})
+        return [layer - 1 for layer in self.capture.tap.layers]
+
+    def _reset_capture(self) -> None:
+        """Forget everything recorded; the taps stay."""
+        if self._is_capturing():
+            self.capture.reset()
+
+    def _get_captured_states(self) -> dict[int, dict[str, bytes]]:
+        """The states of every request since the last time, which are then forgotten.
+
+        Returns:
+            By block and by vLLM's internal request id, a pickled float32 ndarray ``(num_tokens, hidden_size)``: a
+            row for each position that was computed, ascending. Positions that vLLM's prefix cache spared, at the
+            start, are not among them; nor is the last token of a sequence, which is never fed to the model.
+
+        Raises:
+            IncompleteCaptureError: a position that was computed has not been recorded.
+        """
+        return self.capture.take() if self._is_capturing() and self.capture.delivers else {}
+
+    def _get_capture_metadata(self) -> dict[str, dict[str, int]]:
+        """By request id, ``total_computed`` positions and the ``prefill_tokens`` among them; then forgotten.
+
+        A position that is computed again after preemption counts once, and so does one that several layers record.
+        """
+        if not self._is_capturing() or not self.capture.delivers:
+            return {}
+        counts, self.capture.counts = self.capture.counts, {}
+        return counts
+
+    def _track_prefill_chunk(self, req_id: str, chunk_size: int) -> None:
+        """Count prompt tokens of a request that a step has computed for the first time."""
+        self.capture.counts[req_id]["prefill_tokens"] += chunk_size
+
+    def _get_request_segmentation(self) -> tuple[list[str], list[tuple[int, int]]]:
+        """The requests of the step that was last launched, and the first row and one past the last of each."""
+        layout = read_layout(self.model_runner)
+        bounds = layout.query_start.tolist()
+        return layout.req_ids, list(itertools.pairwise(bounds))
+
+    def _get_base_model(self) -> nn.Module:
+        """The module that holds the list of decoder blocks; for callers in the worker's own process."""
+        blocks = self._decoder_layers().blocks
+        return next(module for module in self.get_model().modules() if blocks in module.children())
+
+    def _decoder_layers(self):
+        return find_decoder_layers(self.get_model(), self.vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+    def _is_capturing(self) -> bool:
+        return getattr(self, "capture", None) is not None

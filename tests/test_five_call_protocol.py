@@ -1,0 +1,153 @@
+"""The five-call protocol: called as its clients call it, and by lm-polygraph's own client, unmodified."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from lm_polygraph.estimators import MeanTokenEntropy
+from lm_polygraph.stat_calculators import EntropyCalculator, VLLMLogprobsExtractionCalculator
+from lm_polygraph.utils import VLLMWithUncertainty
+from reference import random_prompts, reference_states, relative_error
+from vllm import LLM, SamplingParams
+
+BLOCKS = [0, 14, 28]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2):
+    return LLM(
+        smollm2,
+        dtype="float32",
+        enforce_eager=True,
+        worker_extension_cls="polygraph_hs.capture.extension.HookHiddenStatesExtension",
+        max_model_len=512,
+        max_num_batched_tokens=32,
+        block_size=32,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=2**30,
+    )
+
+
+def rpc(llm, method: str, *args):
+    (reply,) = llm.llm_engine.collective_rpc(method, args=args)
+    return reply
+
+
+def generate(llm, prompts, sampling=GREEDY):
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+
+def test_shapes_and_counts_of_two_prompts(llm):
+    llm.reset_prefix_cache()
+    assert rpc(llm, "_setup_hidden_states_capture", [28, 0, 14]) == BLOCKS
+    rpc(llm, "_reset_capture")
+    generate(llm, random_prompts([11, 14]))
+    states = {
+        block: {req_id: pickle.loads(data) for req_id, data in requests.items()}
+        for block, requests in rpc(llm, "_get_captured_states").items()
+    }
+    counts = rpc(llm, "_get_capture_metadata")
+    assert sorted(states) == BLOCKS
+    for requests in states.values():
+        assert sorted(array.shape for array in requests.values()) == [(18, 576), (21, 576)]
+        assert {array.dtype for array in requests.values()} == {np.dtype("float32")}
+        for req_id, array in requests.items():
+            assert counts[req_id]["total_computed"] == len(array)
+    # Counted once a step, not once a layer.
+    assert sorted(tuple(count.values()) for count in counts.values()) == [(18, 11), (21, 14)]
+    # Both calls clear.
+    assert rpc(llm, "_get_captured_states") == {block: {} for block in BLOCKS}
+    assert rpc(llm, "_get_capture_metadata") == {}
+
+
+def test_states_in_chunks_are_hugging_faces(llm, hugging_face):
+    llm.reset_prefix_cache()
+    rpc(llm, "_setup_hidden_states_capture", BLOCKS)
+    outputs = generate(llm, random_prompts([1, 33, 100], seed=70))
+    states = rpc(llm, "_get_captured_states")
+    for output in outputs:
+        reference = reference_states(hugging_face, [*output.prompt_token_ids, *output.outputs[0].token_ids])
+        for block in BLOCKS:
+            ((_, data),) = [entry for entry in states[block].items() if entry[0].startswith(f"{output.request_id}-")]
+            # Block i's output is Hugging Face's state i + 1.
+            assert relative_error(torch.from_numpy(pickle.loads(data)), reference[block + 1]) < 1e-4
+    rpc(llm, "_reset_capture")
+
+
+def test_a_cached_prefix_is_not_among_the_rows_and_not_counted(llm, hugging_face):
+    rpc(llm, "_setup_hidden_states_capture", BLOCKS)
+    prompt = random_prompts([70], seed=71)
+    generate(llm, prompt)
+    rpc(llm, "_reset_capture")
+    (output,) = generate(llm, prompt)
+    assert output.num_cached_tokens == 64
+    ((req_id, data),) = rpc(llm, "_get_captured_states")[14].items()
+    reference = reference_states(hugging_face, [*prompt[0], *output.outputs[0].token_ids])[15]
+    assert relative_error(torch.from_numpy(pickle.loads(data)), reference[64:]) < 1e-4
+    assert rpc(llm, "_get_capture_metadata") == {req_id: {"total_computed": 13, "prefill_tokens": 6}}
+
+
+def test_other_layers_replace_the_first_and_none_removes_the_taps(llm):
+    rpc(llm, "_setup_hidden_states_capture", BLOCKS)
+    generate(llm, random_prompts([5]))
+    assert rpc(llm, "_setup_hidden_states_capture", [3]) == [3]
+    generate(llm, random_prompts([5], seed=72))
+    states = rpc(llm, "_get_captured_states")
+    assert {block: len(requests) for block, requests in states.items()} == {3: 1}
+    assert rpc(llm, "_setup_hidden_states_capture", []) == []
+    generate(llm, random_prompts([5], seed=73))
+    assert rpc(llm, "_get_captured_states") == rpc(llm, "_get_capture_metadata") == {}
+
+
+def test_a_block_that_does_not_exist_is_an_error_and_changes_nothing(llm):
+    rpc(llm, "_setup_hidden_states_capture", [3])
+    with pytest.raises(Exception, match=r"layer_ids=\[30, -1\] do not exist: this model has decoder blocks 0 to 29"):
+        rpc(llm, "_setup_hidden_states_capture", [30, 2, -1])
+    generate(llm, random_prompts([5], seed=74))
+    assert len(rpc(llm, "_get_captured_states")[3]) == 1
+
+
+QUESTIONS = ["What is the capital of France?", "Name three colours of the rainbow, please:"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_lm_polygraphs_own_client_gets_true_states(llm, hugging_face, n):
+    model = VLLMWithUncertainty(
+        llm,
+        [VLLMLogprobsExtractionCalculator(), EntropyCalculator()],
+        MeanTokenEntropy(),
+        n_logprobs=5,
+        output_hidden_states=True,
+        hs_layer_ids=BLOCKS,
+        use_native_hs_capture=True,
+    )
+    sampling = SamplingParams(n=n, temperature=float(n > 1), max_tokens=8, ignore_eos=True)
+    for _ in range(2):
+        for result in model.generate(QUESTIONS, sampling):
+            assert len(result.uncertainty_scores) == len(result.outputs) == n
+            for output in result.outputs:
+                token_ids = [*result.prompt_token_ids, *output.token_ids]
+                reference = reference_states(hugging_face, token_ids)
+                states = output.hidden_states_payload["hidden_states"]
+                assert len(states) == len(BLOCKS)
+                for block, values in zip(BLOCKS, states, strict=True):
+                    assert relative_error(values[: len(token_ids) - 1], reference[block + 1]) < 1e-4
+                    # The client wants one row more than the model has: the last token is never fed to it. No other
+                    # row is the client's.
+                    assert len(values) == len(token_ids)
+        if n > 1:
+            assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+
+
+def test_lm_polygraphs_client_refuses_an_engine_without_the_protocol(engine):
+    with pytest.raises(ValueError, match="worker_extension_cls"):
+        VLLMWithUncertainty(
+            engine.llm,
+            [],
+            MeanTokenEntropy(),
+            output_hidden_states=True,
+            hs_layer_ids=[1],
+            use_native_hs_capture=True,
+        )
