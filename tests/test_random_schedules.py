@@ -34,7 +34,7 @@ class Sequence:
     Attributes:
         family, shared: its first ``shared`` tokens are those of every sequence of the family.
         borrows: whether it may read the prefix cache although its prompt's states are asked for.
-        computed: positions computed, whose tokens are final.
+        computed: positions computed, whose tokens are final; ``furthest`` before any preemption.
         blocks: of the KV cache, in the order of its positions.
     """
 
@@ -46,6 +46,7 @@ class Sequence:
     shared: int
     borrows: bool
     computed: int = 0
+    furthest: int = 0
     state: str = "new"
     extra_steps: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -237,6 +238,7 @@ class Simulation:
                 if self.drafting and first >= sequence.prompt_length - 1:
                     final = self.integer(1, min(count, sequence.last - first))
                 sequence.computed += final
+                sequence.furthest = max(sequence.furthest, sequence.computed)
                 if sequence.finished and self.chance(30):
                     sequence.extra_steps = self.integer(1, 2)
             rows += [(sequence, first + i, i < final) for i in range(count)]
@@ -262,8 +264,9 @@ class Simulation:
         """Put a sequence into the step; returns its number of rows, 0 if the cache has no room for it."""
         starts = sequence.state != "running"
         if starts:
-            limit = sequence.prompt_length if sequence.state == "new" else sequence.prompt_length + 1
-            sequence.computed = self.blocks.hit(sequence, min(limit, sequence.last) - 1)
+            # The last token that is known is always computed again, to sample the next one from.
+            known = max(sequence.prompt_length, sequence.furthest + 1)
+            sequence.computed = self.blocks.hit(sequence, min(known, sequence.last) - 1)
         if sequence.finished:
             count = 1
         elif self.drafting and sequence.computed >= sequence.prompt_length - 1:
@@ -361,7 +364,7 @@ class Simulation:
 
     def has_row(self, sequence: Sequence, position: int) -> bool:
         where = sequence.req_id, position
-        return where in self.seen or (self.lent.get(where), position) in self.seen
+        return where in self.seen or (sequence.borrows and (self.lent.get(where), position) in self.seen)
 
     def check(self, sequences: list[Sequence]) -> None:
         positions = [expected_positions(s.plan.tokens, s.prompt_length, s.num_generated) for s in sequences]

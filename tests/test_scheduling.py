@@ -10,7 +10,13 @@ import pytest
 import torch
 from conftest import ENGINE_OPTIONS
 from peft import LoraConfig, PeftModel, get_peft_model
-from reference import assert_states_equal_hugging_face, firsts, random_prompts
+from reference import (
+    assert_states_equal_hugging_face,
+    firsts,
+    random_prompts,
+    reference_states,
+    relative_error,
+)
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -99,7 +105,8 @@ def test_a_prompt_that_extends_an_earlier_one_with_its_answer(engine, hugging_fa
     sampling = [greedy(30), *[greedy(40)] * 7, greedy()]
     third = firsts(engine.generate(prompts, sampling, plan))
     assert third[0].token_ids == first.token_ids
-    assert third[-1].num_cached_tokens == 64
+    # The selections that need no prompt find the second call's three blocks.
+    assert third[-1].num_cached_tokens == (96 if tokens in ("last_prompt", "generated") else 64)
     assert_states_equal_hugging_face(third, hugging_face, plan)
 
 
@@ -392,8 +399,9 @@ def adapters(tiny_llama, tmp_path_factory) -> list[str]:
 
 def test_lora_requests_beside_requests_without_an_adapter(tiny_llama, tiny_hugging_face, adapters):
     options = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
+    # A slot more than adapters: vLLM's CPU kernels put requests without an adapter through the last slot's.
     engine = CaptureEngine.start(
-        tiny_llama, range(5), enforce_eager=True, enable_lora=True, max_loras=2, max_lora_rank=8, **options
+        tiny_llama, range(5), enforce_eager=True, enable_lora=True, max_loras=3, max_lora_rank=8, **options
     )
     first, second = (LoRARequest(f"adapter-{i}", i, path) for i, path in enumerate(adapters, start=1))
     references = {None: tiny_hugging_face}
@@ -428,8 +436,7 @@ engine = CaptureEngine.start(sys.argv[1], [2], dtype="float32", max_model_len=25
                              kv_cache_memory_bytes=2**28)
 plan = CapturePlan((2,), "all")
 (generation,) = engine.generate(["Paris is the capital of"], SamplingParams(temperature=0, max_tokens=4), plan)[0]
-print(generation.prompt_token_ids, generation.token_ids, generation.hidden_states.values.shape)
-torch.save(generation.hidden_states.values, sys.argv[2])
+torch.save([generation.prompt_token_ids, generation.token_ids, generation.hidden_states.values], sys.argv[2])
 """
 
 
@@ -441,8 +448,6 @@ def test_a_script_without_a_main_guard_that_used_torch_before(tiny_llama, tiny_h
     assert output.returncode == 0, output.stderr[-2000:]
     # The engine's processes did not run the script again.
     assert output.stdout.count("the script runs") == 1
-    values = torch.load(tmp_path / "states.pt")
-    token_ids = [int(text) for text in output.stdout.splitlines()[-1].replace("[", "").split("] ")[0].split(", ")]
-    with torch.no_grad():
-        reference = tiny_hugging_face(torch.tensor([token_ids]), output_hidden_states=True).hidden_states[2][0]
-    torch.testing.assert_close(values[0, : len(token_ids)], reference, rtol=1e-4, atol=1e-4)
+    prompt_ids, generated_ids, values = torch.load(tmp_path / "states.pt")
+    reference = reference_states(tiny_hugging_face, prompt_ids + generated_ids)[2:3]
+    assert relative_error(values, reference) < 1e-4

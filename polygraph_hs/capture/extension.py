@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import pickle
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -82,11 +83,17 @@ class EveryRequest(Capture):
             raise IncompleteCaptureError("captured states are incomplete; " + "; ".join(failures[:5]))
         return {
             layer - 1: {
-                req_id: pickle.dumps(values[row, first:stop].to(torch.float32).numpy().copy())
+                req_id: pickle.dumps(_with_unknown_last_row(values[row, first:stop]))
                 for req_id, first, stop in zip(req_ids, row_start[:-1], row_start[1:], strict=True)
             }
             for row, layer in enumerate(layers)
         }
+
+
+def _with_unknown_last_row(states: torch.Tensor) -> np.ndarray:
+    """Float32 rows of the tokens that were fed to the model, and a row of NaN for the last one, which never is."""
+    rows = states.to(torch.float32).numpy()
+    return np.concatenate([rows, np.full_like(rows[:1], np.nan)])
 
 
 class HookHiddenStatesExtension:
@@ -144,8 +151,10 @@ class HookHiddenStatesExtension:
 
         Returns:
             By block and by vLLM's internal request id, a pickled float32 ndarray ``(num_tokens, hidden_size)``: a
-            row for each position that was computed, ascending. Positions that vLLM's prefix cache spared, at the
-            start, are not among them; nor is the last token of a sequence, which is never fed to the model.
+            row for each position that was computed, ascending, and then a row of NaN for the last token, which is
+            never fed to the model. Without that row the client takes the array for one whose first row is missing,
+            and shifts it where it has seen the prompt before. Positions that vLLM's prefix cache spared, at the
+            start, are not among the rows.
 
         Raises:
             IncompleteCaptureError: a position that was computed has not been recorded.
