@@ -1,10 +1,10 @@
 """Are states right under everything that vLLM's scheduler does on a GPU?
 
-    python benchmarks/gpu_scheduling.py [--runner V1|V2] [--out FILE]
+    python benchmarks/gpu_scheduling.py [--runner V1|V2] [--drafts ngram ngram_gpu] [--out FILE]
 
 The counterpart of tests/test_scheduling.py where there is CUDA: compiled, with CUDA graphs and asynchronous scheduling,
 which vLLM's CPU build does not have. A random Llama in bfloat16 runs through chunked prefill, prefix caching, several
-plans in a batch, samples, stop tokens under asynchronous scheduling, preemption and n-gram speculative decoding. Every
+plans in a batch, samples, stop tokens under asynchronous scheduling, preemption and speculative decoding. Every
 row of every layer is compared with Hugging Face in float32 on the same weights and tokens; bfloat16 alone is about
 0.01 away, another token's row about 1. Exits with 1 if a row is further than 0.05, or if a situation did not occur.
 """
@@ -129,27 +129,30 @@ def preemption(checks: Checks) -> None:
         checks.compare(f"preempted, {plan.tokens}", groups, [plan] * 12, count > 0, f"{count} preemptions")
 
 
-def speculation(checks: Checks) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+def speculation(checks: Checks, method: str) -> None:
+    """``ngram`` drafts on the host, ``ngram_gpu`` on the device, which allows asynchronous scheduling."""
+    drafts = {"method": method, "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     engine = checks.start(speculative_config=drafts)
-    scheduler = engine.llm.llm_engine.vllm_config.scheduler_config
+    asynchronous = bool(engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
     prompts = [(piece * 12)[:120] for piece in checks.prompts([5, 9, 14, 20])] + checks.prompts([60] * 6)
     plans = PLANS * 2
     groups = engine.generate(prompts, sampling(60), plans)
     accepted = metric(engine, "vllm:spec_decode_num_accepted_tokens")
     drafted = metric(engine, "vllm:spec_decode_num_draft_tokens")
     checks.compare(
-        "n-gram drafts",
+        f"drafts of {method}",
         groups,
         plans,
         0 < accepted < drafted,
-        f"{accepted} of {drafted} accepted, asynchronous {bool(scheduler.async_scheduling)}",
+        f"{accepted} of {drafted} accepted, asynchronous {asynchronous}",
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runner", choices=["V1", "V2"], help="vLLM's model runner; by default vLLM's choice")
+    parser.add_argument("--drafts", nargs="*", default=["ngram"], help="ngram, ngram_gpu")
+    parser.add_argument("--only-drafts", action="store_true", help="leave out everything but speculative decoding")
     parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     if options.runner:
@@ -159,8 +162,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_random_llama(folder, NUM_LAYERS, 512)
         checks = Checks(folder, device)
-        for situations in (everyday, preemption, speculation):
-            situations(checks)
+        if not options.only_drafts:
+            everyday(checks)
+            preemption(checks)
+        for method in options.drafts:
+            speculation(checks, method)
     if options.out:
         options.out.write_text(json.dumps(checks.results, indent=2) + "\n")
     failed = [result["situation"] for result in checks.results if not result["ok"]]

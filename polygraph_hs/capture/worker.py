@@ -126,14 +126,16 @@ class Capture:
         """Keep the wanted rows of the step that was just launched."""
         if not self.recording:
             return
+        layout = read_layout(self.runner)
         if self.check_rows:
-            if unwritten := self.tap.unwritten_layers(self.check_rows):
+            # The runner may have left out rows of the schedule: drafts that the device did not make after all.
+            if unwritten := self.tap.unwritten_layers(layout.num_tokens):
                 self.failures.append(
-                    f"the taps on layers {list(unwritten)} were not written in a step of {self.check_rows} tokens"
+                    f"the taps on layers {list(unwritten)} were not written in a step of {layout.num_tokens} tokens"
                 )
             else:
                 self.checked_sizes.add(self.check_rows.bit_length())
-        self.record(read_layout(self.runner))
+        self.record(layout)
 
     def record(self, layout: StepLayout) -> None:
         self.recorder.record(layout, self.tap.layers, self._gather)
