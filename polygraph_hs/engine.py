@@ -278,7 +278,7 @@ class CaptureEngine:
             adapters = [loras[i] for i in kept] if any(loras) else None
             return self.llm.generate(inputs, requests, use_tqdm=progress, lora_request=adapters)
 
-        answers = self._run(launch, requests, [originals[i] for i in kept]) if kept else []
+        answers = self._run(launch, requests, [originals[i] for i in kept], kept) if kept else []
         if not too_long:
             return answers
         outputs: list = [None] * len(prompts)
@@ -320,7 +320,7 @@ class CaptureEngine:
         def launch():
             return self.llm.chat(conversations, requests, use_tqdm=progress, **chat_options)
 
-        return self._run(launch, requests, conversations)
+        return self._run(launch, requests, conversations, range(len(conversations)))
 
     def prepare(self, sampling_params, plan: CapturePlan | None):
         """``vllm.SamplingParams`` of one request that is to be captured, for calling vLLM oneself.
@@ -373,19 +373,24 @@ class CaptureEngine:
             raise ValueError(f"the outputs {unfinished} are not finished; collect them when vLLM has finished them")
         if originals is None:
             originals = [output.prompt_token_ids if output.prompt is None else output.prompt for output in outputs]
-        sequences = [
-            _Sequence(number, sample, output, args)
-            for number, (output, args) in enumerate(zip(outputs, map(_capture_args, requests), strict=True))
-            for sample in sorted(output.outputs, key=lambda sample: sample.index)
+        return self._generations(outputs, requests, originals, range(len(outputs)))
+
+    def _generations(
+        self, outputs: Sequence, requests: Sequence, originals: Sequence, numbers: Sequence[int]
+    ) -> list[list[Generation]]:
+        groups = [
+            [
+                _Sequence(number, sample, output, _capture_args(request))
+                for sample in sorted(output.outputs, key=lambda sample: sample.index)
+            ]
+            for number, output, request in zip(numbers, outputs, requests, strict=True)
         ]
-        captured = [sequence for sequence in sequences if sequence.args is not None]
+        captured = [sequence for group in groups for sequence in group if sequence.args is not None]
         states = iter(self._collect(captured) if captured else ())
-        generations: list[list[Generation]] = [[] for _ in outputs]
-        for sequence in sequences:
-            state = None if sequence.args is None else next(states)
-            generation = _generation(originals[sequence.prompt], sequence, state)
-            generations[sequence.prompt].append(generation)
-        return generations
+        return [
+            [_generation(original, sequence, None if sequence.args is None else next(states)) for sequence in group]
+            for original, group in zip(originals, groups, strict=True)
+        ]
 
     def discard(self, requests: Sequence) -> None:
         """Free what was captured for :meth:`prepare`d requests that will not be collected, such as aborted ones."""
@@ -432,18 +437,23 @@ class CaptureEngine:
                 f"enable_chunked_prefill=False, or leave the seed out"
             )
 
-    def _run(self, launch: Callable[[], list], requests: list, originals: Sequence) -> list[list[Generation]]:
-        """Launch prepared requests through vLLM and collect them; whatever ends it early leaves nothing behind."""
+    def _run(
+        self, launch: Callable[[], list], requests: list, originals: Sequence, numbers: Sequence[int]
+    ) -> list[list[Generation]]:
+        """Launch prepared requests through vLLM and collect them; whatever ends it early leaves nothing behind.
+
+        ``numbers`` are what the prompts are called in errors.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         processor = self.llm.llm_engine.output_processor
         earlier = set(processor.request_states)
         first = self.llm.request_counter.counter
         try:
-            return self.collect(launch(), requests, originals)
+            return self._generations(launch(), requests, originals, numbers)
         except EngineDeadError as error:
             states = [state for key, state in processor.request_states.items() if key not in earlier]
-            running = sorted({int(state.external_req_id) - first for state in states})
+            running = sorted({numbers[int(state.external_req_id) - first] for state in states})
             raise EngineDiedError(
                 f"vLLM's engine ended while prompts {ranges(running)} of {len(requests)} were not finished (its own "
                 f"message is above); their answers and states are lost, and this engine cannot be used any more. "

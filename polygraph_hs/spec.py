@@ -141,6 +141,8 @@ def as_layers(layers: int | Sequence[int]) -> tuple[int, ...]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Ascending integers in few words: ``[3, 4, 5, 9]`` is ``3-5, 9``; at most five ranges are named."""
+    if len(numbers) == 0:
+        return "none"
     numbers = np.asarray(numbers)
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

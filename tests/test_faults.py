@@ -73,6 +73,13 @@ def test_a_row_that_the_recorder_lost_of_one_of_several_samples(breakable):
         breakable.generate(random_prompts([10], seed=80), sampling, PLAN)
 
 
+def test_an_error_names_the_prompt_as_the_caller_counts(breakable):
+    breakable.llm.collective_rpc(drop_a_row)
+    with pytest.raises(IncompleteCaptureError, match=r" prompt 1: 1 of 27 positions never arrived \(1\) for layers"):
+        # The first does not fit the window, and is not among the requests that vLLM gets.
+        breakable.generate(random_prompts([600, 20], seed=80), GREEDY, PLAN)
+
+
 def shrink_the_next_memory(worker) -> None:
     """Let the operating system give the next delivery half of the memory that it asks for."""
     from polygraph_hs.capture import delivery

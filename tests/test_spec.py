@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from polygraph_hs import CapturePlan, HiddenStates, IncompleteCaptureError, LayerNotTappedError
-from polygraph_hs.spec import resolve_layers, token_span
+from polygraph_hs.spec import ranges, resolve_layers, token_span
 
 
 def test_layers_are_hugging_faces_indices():
@@ -72,3 +72,10 @@ def test_states_that_were_not_captured_are_an_error(states):
     assert pooled.select(1, "all", "mean").tolist() == [10.0]
     with pytest.raises(IncompleteCaptureError, match="capture with pooling='none'"):
         pooled.select(1, "generated", "mean")
+
+
+def test_ranges_of_numbers_in_few_words():
+    assert ranges([]) == "none"
+    assert ranges([4]) == "4"
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert ranges(range(0, 14, 2)) == "0, 2, 4, 6, 8 and 2 more ranges"

@@ -287,10 +287,14 @@ class Recorder:
         for lender, first, end, offset in loans:
             source = slice(offsets[lender] + first, offsets[lender] + end)
             target = slice(offset + first, offset + end)
-            # All or nothing: a gap stays a gap, and is reported as the borrower's.
             if there[source].all():
                 values[:, target] = lent[:, source]
                 filled[target] = True
+                continue
+            # What the lender lost stays missing, and is reported as the borrower's.
+            rows = np.flatnonzero(there[source])
+            values[:, target][:, rows] = lent[:, source][:, rows]
+            filled[target][rows] = True
 
     def discard(self, keys: Iterable[tuple[str, int]]) -> None:
         """Forget sequences: collected, aborted or unwanted ones. Unknown keys are no error."""
