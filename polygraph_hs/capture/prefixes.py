@@ -63,6 +63,9 @@ class CachedPrefixes:
             if req_id in cached.resumed_req_ids:
                 self.blocks[req_id] = []
                 started.append((req_id, num_computed))
+            elif req_id not in self.blocks:
+                # Without its first blocks it cannot be said which these are; nobody is lent rows of them.
+                continue
             self.blocks[req_id] += new_blocks[self.group]
             self._own(req_id, num_computed, recorder)
         for new in scheduler_output.scheduled_new_reqs:
