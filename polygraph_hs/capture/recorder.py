@@ -287,13 +287,12 @@ class Recorder:
         for lender, first, end, offset in loans:
             source = slice(offsets[lender] + first, offsets[lender] + end)
             target = slice(offset + first, offset + end)
-            if there[source].all():
-                values[:, target] = lent[:, source]
-                filled[target] = True
-                continue
             # What the lender lost stays missing, and is reported as the borrower's.
             rows = np.flatnonzero(there[source])
-            values[:, target][:, rows] = lent[:, source][:, rows]
+            if len(rows) == end - first:
+                values[:, target] = lent[:, source]
+            elif len(rows) > 0:
+                values[:, target][:, rows] = lent[:, source][:, rows]
             filled[target][rows] = True
 
     def discard(self, keys: Iterable[tuple[str, int]]) -> None:
