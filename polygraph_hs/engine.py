@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
 
-from polygraph_hs.capture.delivery import Group, open_parcel, read_groups
+from polygraph_hs.capture.delivery import Group, new_token, open_parcel, read_groups
 from polygraph_hs.errors import (
     EngineDiedError,
     IncompleteCaptureError,
@@ -36,6 +39,8 @@ from polygraph_hs.states import POOLED_POSITION, HiddenStates
 WORKER_CLS = "polygraph_hs.capture.worker.CaptureWorker"
 # The same range as the gpu extra's in setup.cfg; what was run is in docs/versions.md.
 SUPPORTED_VLLM = SpecifierSet(">=0.25.1,<0.33")
+logger = logging.getLogger(__name__)
+
 # vLLM's RPC messages can carry up to 4 GiB.
 FETCH_BYTES = 2**28
 
@@ -86,8 +91,8 @@ def require_vllm():
         ) from error
     if not SUPPORTED_VLLM.contains(vllm.__version__, prereleases=True):
         raise UnsupportedVersionError(
-            f"vLLM {vllm.__version__} is installed; polygraph-hs reads vLLM's internals and was tested with versions "
-            f"{SUPPORTED_VLLM} only. Install one of these: pip install 'polygraph-hs[gpu]' for CUDA or "
+            f"vLLM {vllm.__version__} is installed; polygraph-hs reads vLLM's internals and supports versions "
+            f"{SUPPORTED_VLLM}. Install one of these: pip install 'polygraph-hs[gpu]' for CUDA or "
             f"'polygraph-hs[cpu]' for the CPU"
         )
     return vllm
@@ -254,8 +259,10 @@ class CaptureEngine:
             LayerNotTappedError, IncompleteCaptureError: states cannot be, or were not, captured.
             EngineDiedError: vLLM's engine ended.
         """
-        originals = list(prompts) if originals is None else originals
+        originals = list(prompts if originals is None else originals)
         prompts = self._checked_token_ids(prompts)
+        if len(originals) != len(prompts):
+            raise ValueError(f"originals has {len(originals)} entries for {len(prompts)} prompts")
         too_long = {i: len(prompt) for i, prompt in enumerate(prompts) if len(prompt) >= self.max_model_len}
         kept = [number for number in range(len(prompts)) if number not in too_long]
         sampling = _one_each(sampling_params, len(prompts), "sampling_params")
@@ -396,7 +403,7 @@ class CaptureEngine:
         """Free what was captured for :meth:`prepare`d requests that will not be collected, such as aborted ones."""
         wanted = [[args["key"], args["n"]] for args in map(_capture_args, requests) if args is not None]
         if wanted:
-            self.llm.collective_rpc("capture_discard", args=(wanted,))
+            self._rpc("capture_discard", wanted)
 
     def _checked_token_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         if isinstance(prompts, str):
@@ -447,35 +454,43 @@ class CaptureEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         processor = self.llm.llm_engine.output_processor
-        earlier = set(processor.request_states)
+        if processor.request_states:
+            raise ValueError(
+                f"this engine has {len(processor.request_states)} unfinished requests of the caller's own; vLLM would "
+                f"mix their outputs with this call's. Finish or abort them first"
+            )
         first = self.llm.request_counter.counter
         try:
             return self._generations(launch(), requests, originals, numbers)
         except EngineDeadError as error:
-            states = [state for key, state in processor.request_states.items() if key not in earlier]
-            running = sorted({numbers[int(state.external_req_id) - first] for state in states})
+            running = {numbers[int(state.external_req_id) - first] for state in processor.request_states.values()}
+            when = f"while prompts {ranges(sorted(running))} of {len(requests)} were not finished"
+            if not running:
+                when = f"while the states of prompts {ranges(numbers)} were handed over"
             raise EngineDiedError(
-                f"vLLM's engine ended while prompts {ranges(running)} of {len(requests)} were not finished (its own "
-                f"message is above); their answers and states are lost, and this engine cannot be used any more. "
-                f"Start a new one"
+                f"vLLM's engine ended {when} (its own message is above); their answers and states are lost, and this "
+                f"engine cannot be used any more. Start a new one"
             ) from error
         except BaseException:
-            running = {key: state for key, state in processor.request_states.items() if key not in earlier}
-            if running:
+            try:
+                running = dict(processor.request_states)
                 parents = {state.parent_req.request_id for state in running.values() if state.parent_req is not None}
-                self.llm.llm_engine.abort_request([*running, *parents], internal=True)
-            self.discard(requests)
+                if running:
+                    self.llm.llm_engine.abort_request([*running, *parents], internal=True)
+                self.discard(requests)
+            except Exception:
+                # What ended the call is what the caller has to see; an engine that ended with it needs no cleaning.
+                logger.exception("the requests of a call that failed could not be taken back")
             raise
 
     def _collect(self, captured: list[_Sequence]) -> list[HiddenStates]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         wanted = [[sequence.args["key"], sequence.completion.index, sequence.num_generated] for sequence in captured]
-        parcels = []
+        token = new_token()
         try:
-            replies = self.llm.collective_rpc("capture_collect", args=(wanted,))
-            replies = [(rank, reply) for rank, reply in enumerate(replies) if reply is not None]
-            parcels = [reply["token"] for _, reply in replies if "token" in reply]
+            replies = enumerate(self._rpc("capture_collect", wanted, token))
+            replies = [(rank, reply) for rank, reply in replies if reply is not None]
             _require_complete([reply for _, reply in replies], captured)
             # One group from each pipeline stage that computes some of the layers.
             groups = [group for rank, reply in replies for group in self._open(rank, reply)]
@@ -488,8 +503,7 @@ class CaptureEngine:
                 f"the states of {_names(captured)} could not be handed over: {error}"
             ) from error
         finally:
-            if parcels:
-                self.llm.collective_rpc("capture_release", args=(parcels,))
+            self._rpc("capture_release", [token])
 
     def _open(self, rank: int, description: dict) -> list[Group]:
         groups = open_parcel(description)
@@ -502,8 +516,33 @@ class CaptureEngine:
         contents = bytearray()
         for start in range(0, description["size"], FETCH_BYTES):
             stop = min(start + FETCH_BYTES, description["size"])
-            contents += self.llm.collective_rpc("capture_fetch", args=(description["token"], start, stop))[rank]
+            contents += self._rpc("capture_fetch", description["token"], start, stop)[rank]
         return contents
+
+    def _rpc(self, method: str, *args) -> list:
+        """Call a method of every worker.
+
+        vLLM waits for the answers without end, also when its engine process has died meanwhile.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
+        if resources is None:
+            # The engine runs in this process.
+            return self.llm.collective_rpc(method, args=args)
+        answer: Future = Future()
+
+        def call():
+            try:
+                answer.set_result(self.llm.collective_rpc(method, args=args))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+        while not wait([answer], timeout=1.0).done:
+            if resources.engine_dead:
+                raise EngineDeadError()
+        return answer.result()
 
     def _hidden_states(self, values: torch.Tensor, sequence: _Sequence) -> HiddenStates:
         plan, prompt_length, num_generated = sequence.plan, len(sequence.prompt_token_ids), sequence.num_generated
@@ -607,6 +646,8 @@ def _names(captured: list[_Sequence]) -> str:
 
 def _require_complete(replies: list[dict], captured: list[_Sequence]) -> None:
     """Raise if a worker lacks states of a sequence, or does not trust those it has."""
+    if errors := [reply["error"] for reply in replies if "error" in reply]:
+        raise IncompleteCaptureError(f"the states of {_names(captured)} could not be handed over: {'; '.join(errors)}")
     failures = [reason for reply in replies for reason in reply["failures"]]
     if failures:
         raise IncompleteCaptureError(f"the states of {_names(captured)} cannot be trusted: {'; '.join(failures[:5])}")

@@ -1,5 +1,7 @@
 """Finding decoder layers and reading their outputs, on plain modules of every form vLLM has."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +152,24 @@ def test_a_hook_that_does_not_fire_is_noticed(tapped):
     with torch.no_grad():
         network(STATE)
     assert tap.unwritten_layers(5) == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("use_ubatching", "micro-batches"),
+        ("prefill_context_parallel_size", "prefill_context_parallel_size"),
+        ("kv_sharing_fast_prefill", "kv_sharing_fast_prefill"),
+    ],
+)
+def test_options_under_which_a_block_sees_a_part_of_a_step_are_refused(option, name):
+    from polygraph_hs.capture.worker import require_one_step_a_forward
+
+    values = {"use_ubatching": False, "prefill_context_parallel_size": 1, "kv_sharing_fast_prefill": False}
+    require_one_step_a_forward(
+        SimpleNamespace(parallel_config=SimpleNamespace(**values), cache_config=SimpleNamespace(**values))
+    )
+    values[option] = 2
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**values), cache_config=SimpleNamespace(**values))
+    with pytest.raises(NotImplementedError, match=f"cannot be captured with {name}"):
+        require_one_step_a_forward(config)

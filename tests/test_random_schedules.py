@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import expected_positions
 
-from polygraph_hs.capture.delivery import Parcel, open_parcel
+from polygraph_hs.capture.delivery import Parcel, new_token, open_parcel
 from polygraph_hs.capture.layout import read_layout
 from polygraph_hs.capture.prefixes import CachedPrefixes
 from polygraph_hs.capture.recorder import Recorder
@@ -328,6 +328,7 @@ class Simulation:
             num_reqs=num_reqs,
             req_ids=req_ids,
             query_start_loc_np=padded_start,
+            query_start_loc=torch.from_numpy(padded_start),
             num_computed_tokens_np=host,
             positions=positions,
         )
@@ -384,7 +385,7 @@ class Simulation:
             if missing:
                 assert collected == []
                 continue
-            parcel = Parcel(collected)
+            parcel = Parcel(collected, new_token())
             for group in open_parcel(parcel.description()):
                 for number, first, end in zip(group.sequences, group.row_start, group.row_start[1:], strict=False):
                     arrived[number] |= {layer: group.values[i, first:end] for i, layer in enumerate(group.layers)}

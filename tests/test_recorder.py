@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polygraph_hs.capture.delivery import Parcel, open_parcel, read_groups
+from polygraph_hs.capture.delivery import Parcel, new_token, open_parcel, read_groups
 from polygraph_hs.capture.layout import StepLayout
 from polygraph_hs.capture.recorder import Collected, Recorder
 from polygraph_hs.spec import CapturePlan
@@ -136,6 +136,12 @@ def test_discarding_frees_rows_once_nobody_needs_their_step():
     assert (recorder.chunks, recorder.requests, recorder.by_key) == ([], {}, {})
 
 
+def test_a_sequence_without_a_generated_token_has_no_state_to_give():
+    recorder = started(CapturePlan(LAYERS, "generated", "last"), 2, 2)
+    step(recorder, [("1", 0, 2), ("2", 0, 2)])
+    assert collect(recorder, 1, 0) == ([], [(1, "it has no state for tokens='generated': 0 generated")])
+
+
 def test_two_requests_with_the_same_capture_arguments_are_told_apart_from_one():
     recorder = started(ALL, 1)
     recorder.add_request("2", ("key1", 0), ALL, 1)
@@ -154,7 +160,9 @@ def contents_in_pieces(parcel: Parcel, size: int) -> bytearray:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_parcel_keeps_values_and_dtype_through_memory_and_through_bytes(dtype):
     values = torch.randn(2, 5, 3).to(dtype)
-    parcel = Parcel([Collected((1, 4), values, [0, 1], [0, 2, 5]), Collected((2,), values[:1, :1], [2], [0, 1])])
+    parcel = Parcel(
+        [Collected((1, 4), values, [0, 1], [0, 2, 5]), Collected((2,), values[:1, :1], [2], [0, 1])], new_token()
+    )
     description = parcel.description()
     mapped, copied = open_parcel(description), read_groups(contents_in_pieces(parcel, 48), description)
     parcel.close()
@@ -165,7 +173,7 @@ def test_a_parcel_keeps_values_and_dtype_through_memory_and_through_bytes(dtype)
 
 
 def test_memory_that_is_not_the_announced_parcel_is_not_opened():
-    parcel, other = (Parcel([Collected((1,), torch.zeros(1, 1, 3), [0], [0, 1])]) for _ in range(2))
+    parcel, other = (Parcel([Collected((1,), torch.zeros(1, 1, 3), [0], [0, 1])], new_token()) for _ in range(2))
     assert open_parcel({**parcel.description(), "fd": other.fd}) is None
     assert open_parcel({**parcel.description(), "fd": 10_000}) is None
     with pytest.raises(ValueError, match="token"):

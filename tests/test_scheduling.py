@@ -298,6 +298,14 @@ def test_outputs_that_do_not_fit_their_requests(engine):
         engine.generate(["a", "b"], greedy(), PLANS[:3])
 
 
+def test_a_call_beside_unfinished_requests_of_the_users_own_is_an_error(engine):
+    engine.llm.enqueue(["Paris is"], greedy(), use_tqdm=False)
+    with pytest.raises(ValueError, match="this engine has 1 unfinished requests of the caller's own"):
+        engine.generate(["Rome is"], greedy(), CapturePlan((15,)))
+    (output,) = engine.llm.wait_for_completion(use_tqdm=False)
+    assert output.finished
+
+
 # Requests that end before they are done.
 
 

@@ -82,6 +82,7 @@ def test_samples_and_borrowed_prefixes(several, tiny_hugging_face):
     groups = several.generate(random_prompts([70], seed=91) * 3, sampling, plan)
     assert len({tuple(sample.token_ids) for samples in groups for sample in samples}) > 3
     assert groups[-1][0].num_cached_tokens == 64
+    assert {tuple(reply.values()) for reply in several.llm.collective_rpc("capture_held")} == {(0, 0, 0)}
     for samples in groups:
         assert_states_equal_hugging_face(samples, tiny_hugging_face, plan)
 

@@ -20,6 +20,11 @@ TOKEN_BYTES = 32
 ALIGNMENT = 64
 
 
+def new_token() -> str:
+    """A name for a parcel that nobody can guess."""
+    return secrets.token_hex(TOKEN_BYTES // 2)
+
+
 @dataclass
 class Group:
     """Driver's side of a :class:`~polygraph_hs.capture.recorder.Collected`; ``values`` may map shared memory."""
@@ -31,10 +36,15 @@ class Group:
 
 
 class Parcel:
-    """Worker's side: the bytes of some collected states, and what the driver needs to read them."""
+    """Worker's side: the bytes of some collected states, and what the driver needs to read them.
 
-    def __init__(self, collected: list[Collected]):
-        self.token = secrets.token_hex(TOKEN_BYTES // 2).encode()
+    Args:
+        collected: the states.
+        token: the driver's name for the parcel, from :func:`new_token`; it stands at the head of the bytes.
+    """
+
+    def __init__(self, collected: list[Collected], token: str):
+        self.token = token.encode()
         self.groups = []
         offset = ALIGNMENT
         for part in collected:

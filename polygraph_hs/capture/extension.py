@@ -21,7 +21,7 @@ from torch import nn
 
 from polygraph_hs.capture.layers import find_decoder_layers
 from polygraph_hs.capture.layout import StepLayout, read_layout
-from polygraph_hs.capture.worker import Capture, CaptureWorker, prompt_length
+from polygraph_hs.capture.worker import Capture, CaptureWorker, prompt_length, require_one_step_a_forward
 from polygraph_hs.errors import IncompleteCaptureError
 from polygraph_hs.spec import CapturePlan
 
@@ -117,6 +117,7 @@ class HookHiddenStatesExtension:
                 before stays.
         """
         config = self.vllm_config
+        require_one_step_a_forward(config)
         if not config.model_config.enforce_eager:
             raise ValueError("the five-call protocol needs an eager engine; build it with LLM(..., enforce_eager=True)")
         if config.speculative_config is not None:
@@ -190,4 +191,4 @@ class HookHiddenStatesExtension:
         return find_decoder_layers(self.get_model(), self.vllm_config.model_config.hf_text_config.num_hidden_layers)
 
     def _is_capturing(self) -> bool:
-        return getattr(self, "capture", None) is not None
+        return isinstance(getattr(self, "capture", None), EveryRequest)

@@ -55,6 +55,8 @@ def _read_v2(model_runner) -> StepLayout:
     query_start = batch.query_start_loc_np[: num_reqs + 1].astype(np.int64)
     first_position = batch.num_computed_tokens_np[:num_reqs].astype(np.int64)
     if model_runner.speculative_config is not None:
+        # How many drafts of each request are verified may have been decided on the device.
+        query_start = batch.query_start_loc[: num_reqs + 1].cpu().numpy().astype(np.int64)
         first_position = _first_positions_on_device(batch.positions, query_start)
     return StepLayout(list(batch.req_ids[:num_reqs]), query_start, first_position)
 

@@ -18,10 +18,12 @@ def full_attention_group(kv_cache_config) -> tuple[int, int] | None:
     """The number and the block size of the KV-cache group that holds every position of a sequence.
 
     None if there is no such group, as in models whose every layer has a sliding window: a block's number then does
-    not stay with its position.
+    not stay with its position. None for models with Mamba layers too, whose cache can share part of a block.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+    if any(isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups):
+        return None
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         if isinstance(spec, FullAttentionSpec) and spec.sliding_window is None:

@@ -190,6 +190,10 @@ class Recorder:
             request = self.requests[req_ids[0]]
             start, stop = token_span(request.plan.tokens, request.prompt_length, num_generated)
             spans.append((request, start, stop))
+            if start >= stop:
+                missing.append(
+                    Missing(number, f"it has no state for tokens={request.plan.tokens!r}: {num_generated} generated")
+                )
             layers = tuple(layer for layer in request.plan.layers if is_local(layer))
             groups.setdefault((layers, request.plan.pooling), []).append(number)
         if missing:

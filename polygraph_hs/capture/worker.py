@@ -47,6 +47,24 @@ def prompt_length(new) -> int:
     return len(new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids)
 
 
+def require_one_step_a_forward(config) -> None:
+    """Refuse options under which a block does not see all rows of a step at once.
+
+    Raises:
+        NotImplementedError: names the option.
+    """
+    options = {
+        "micro-batches (enable_dbo, ubatch_size)": config.parallel_config.use_ubatching,
+        "prefill_context_parallel_size above 1": config.parallel_config.prefill_context_parallel_size > 1,
+        "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
+    }
+    if found := [name for name, on in options.items() if on]:
+        raise NotImplementedError(
+            f"hidden states cannot be captured with {', '.join(found)}: a decoder block then sees a part of a step's "
+            f"rows at a time. Build the engine without"
+        )
+
+
 class Capture:
     """The state of capturing in one worker process."""
 
@@ -55,7 +73,11 @@ class Capture:
         model = worker.get_model()
         graph_sizes = config.compilation_config.cudagraph_capture_sizes or [0]
         self.runner = worker.model_runner
-        self.parallel_config = config.parallel_config
+        # With context parallelism a block's positions are spread over ranks; a connector fills blocks that no request
+        # of this engine has computed.
+        parallel = config.parallel_config
+        spread = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+        self.may_borrow = spread == 1 and config.kv_transfer_config is None
         self.tap = Tap(
             model,
             find_decoder_layers(model, config.model_config.hf_text_config.num_hidden_layers),
@@ -94,8 +116,9 @@ class Capture:
             # vLLM's V2 runner is handed a preempted request as a new one when it is resumed.
             self.num_requests += new.req_id not in self.running
             self.running.add(new.req_id)
-            self.register(new)
-        if self.prefixes is not None:
+            if self.delivers:
+                self.register(new)
+        if self.delivers and self.prefixes is not None:
             self.prefixes.follow(scheduler_output, self.recorder)
         # A hook that a compiler or a graph dropped leaves its buffer unwritten. One good look a power of two of step
         # sizes, with every engine, is enough to notice and costs nothing after the first steps.
@@ -108,9 +131,7 @@ class Capture:
 
     def can_borrow(self) -> bool:
         """Whether requests may read the prefix cache for positions whose states are asked for."""
-        # With context parallelism a block's positions are spread over ranks.
-        spread = self.parallel_config.decode_context_parallel_size * self.parallel_config.prefill_context_parallel_size
-        if self.prefixes is None and spread == 1 and (group := full_attention_group(self.runner.kv_cache_config)):
+        if self.prefixes is None and self.may_borrow and (group := full_attention_group(self.runner.kv_cache_config)):
             self.prefixes = CachedPrefixes(*group)
         return self.prefixes is not None
 
@@ -153,7 +174,7 @@ class Capture:
         # A non-blocking copy to the CPU lands in pinned memory and runs while the next step is prepared.
         return self.tap.gather(indices).to("cpu", non_blocking=True)
 
-    def collect(self, sequences: list[list]) -> dict | None:
+    def collect(self, sequences: list[list], token: str) -> dict | None:
         if not self.delivers:
             return None
         self.wait()
@@ -164,8 +185,7 @@ class Capture:
         failures, self.failures = self.failures, []
         if failures or missing:
             return {"failures": failures, "missing": [list(entry) for entry in missing]}
-        parcel = Parcel(collected)
-        self.parcels[parcel.token.decode()] = parcel
+        parcel = self.parcels[token] = Parcel(collected, token)
         return {"failures": [], "missing": [], **parcel.description()}
 
 
@@ -175,6 +195,7 @@ class CaptureWorker(Worker):
     capture: Capture | None = None
 
     def load_model(self, *args, **kwargs) -> None:
+        require_one_step_a_forward(self.vllm_config)
         super().load_model(*args, **kwargs)
         # After the weights, so that loading sees the model it expects; before memory is measured and before
         # compilation, so that the KV cache is sized around the buffers and the hooks are part of the graphs.
@@ -196,17 +217,23 @@ class CaptureWorker(Worker):
         """Whether a request may read the prefix cache although its prompt's states are asked for."""
         return self.capture.can_borrow()
 
-    def capture_collect(self, sequences: list[list]) -> dict | None:
+    def capture_collect(self, sequences: list[list], token: str) -> dict | None:
         """Put finished sequences together.
 
         Args:
             sequences: [n] of [request key, sample index, number of generated tokens].
+            token: the driver's name for the parcel, under which it is released in any case.
 
         Returns:
             None from a rank that has no part; else a dict with ``failures`` (reasons why no sequence can be trusted)
-            and ``missing`` ([number of the sequence, reason]), and if both are empty a parcel's description.
+            and ``missing`` ([number of the sequence, reason]), and if both are empty a parcel's description; or
+            only ``error``. An error is not raised: of several workers' replies, vLLM would leave the rest unread.
         """
-        return self.capture.collect(sequences)
+        try:
+            return self.capture.collect(sequences, token)
+        except Exception as error:
+            logger.exception("polygraph-hs could not put %d sequences together", len(sequences))
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def capture_fetch(self, token: str, start: int, stop: int) -> bytes | None:
         """A piece of a parcel's bytes, for a driver that cannot map them; None from a rank that has not that parcel."""
@@ -246,5 +273,6 @@ def attach(worker: Worker | WorkerWrapperBase) -> None:
     if isinstance(worker, WorkerWrapperBase):
         worker = worker.worker
     if not isinstance(worker, CaptureWorker):
-        worker.__class__ = CaptureWorker
+        require_one_step_a_forward(worker.vllm_config)
+        worker.__class__ = type("CaptureWorker", (CaptureWorker, type(worker)), {})
         worker.capture = Capture(worker, [])
