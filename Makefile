@@ -1,4 +1,4 @@
-# make demo: set up and run the main job.   make test: set up and run the tests.
+# make demo: set up and run the main job.   make test: set up and run the tests.   make test-all: the slow ones too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ VLLM_VERSIONS := 0.28.0 0.32.0
 CAPTURE_TESTS := $(addprefix tests/test_,states_equal_hugging_face.py scheduling.py faults.py five_call_protocol.py \
     several_workers.py recorder.py random_schedules.py layers_and_taps.py spec.py)
 
-.PHONY: setup demo test test-versions lint clean
+.PHONY: setup demo test test-all test-versions lint clean
 
 setup: $(SETUP)
 
@@ -37,6 +37,10 @@ lint: $(SETUP)
 	$(BIN)/ruff format --check .
 
 test: $(SETUP) lint
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+# With every model family of docs/architectures.md, which takes some minutes more.
+test-all: $(SETUP) lint
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 # The capture tests on each version of vLLM's CPU build, in an environment of its own.

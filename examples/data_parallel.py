@@ -19,12 +19,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def place(rank: int, processes: int) -> dict[str, str]:
-    """Environment that gives an engine its own devices."""
+def places(processes: int) -> list[dict[str, str]]:
+    """For each engine, the environment that gives it devices of its own."""
     if torch.cuda.is_available():
-        return {"CUDA_VISIBLE_DEVICES": str(rank)}
-    cores = sorted(os.sched_getaffinity(0))[rank::processes]
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+        shares = [{"CUDA_VISIBLE_DEVICES": device} for device in devices[:processes]]
+    else:
+        devices = list(map(str, sorted(os.sched_getaffinity(0))))
+        shares = [
+            {"VLLM_CPU_OMP_THREADS_BIND": ",".join(devices[rank::processes])}
+            for rank in range(min(processes, len(devices)))
+        ]
+    if len(shares) < processes:
+        sys.exit(f"--processes {processes}: there are {len(devices)} devices (GPUs, or else cores), one a process")
+    return shares
 
 
 def run_share(options: argparse.Namespace) -> None:
@@ -36,7 +45,11 @@ def run_share(options: argparse.Namespace) -> None:
     prompts = options.prompts.read_text().splitlines()
     share = range(options.rank, len(prompts), options.processes)
     engine = CaptureEngine.start(
-        options.model, options.layers, dtype=options.dtype, max_model_len=options.max_model_len
+        options.model,
+        options.layers,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        enforce_eager=options.enforce_eager,
     )
     sampling = SamplingParams(temperature=0, max_tokens=options.max_new_tokens)
     plan = CapturePlan(tuple(options.layers), "generated")
@@ -66,18 +79,19 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, help="by default the model's")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true", help="start faster, generate slower")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         run_share(options)
         return
+    num_prompts = len(options.prompts.read_text().splitlines())
+    if not 1 <= options.processes <= num_prompts:
+        parser.error(f"--processes {options.processes}: give 1 to {num_prompts}, the number of prompts")
     options.out.mkdir(parents=True, exist_ok=True)
     shares = [
-        subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)],
-            env={**os.environ, **place(rank, options.processes)},
-        )
-        for rank in range(options.processes)
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)], env={**os.environ, **place})
+        for rank, place in enumerate(places(options.processes))
     ]
     failed = [rank for rank, share in enumerate(shares) if share.wait() != 0]
     if failed:

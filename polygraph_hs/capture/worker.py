@@ -87,7 +87,7 @@ class Capture:
             max_tokens=max(config.scheduler_config.max_num_batched_tokens, *graph_sizes),
             is_last_stage=get_pp_group().is_last_rank,
         )
-        # Every tensor-parallel rank holds the same states; one delivers.
+        # Every tensor-parallel rank holds the same states; one records and delivers them.
         self.delivers = get_tp_group().is_first_rank
         self.recorder = Recorder()
         # Until the KV cache has been laid out, and for models whose cache has no such group, nothing is borrowed.
@@ -102,9 +102,9 @@ class Capture:
 
     def add_layers(self, layers: list[int]) -> list[int]:
         """Tap these layers too; returns all that are tapped in this process."""
-        layers = resolve_layers(layers, self.tap.num_hidden_layers)
-        if self.delivers:
-            self.tap.set_layers({*self.tap.layers, *layers})
+        # On every tensor-parallel rank: vLLM's compiler fuses an all-reduce with the norm behind it unless something
+        # else reads its result, as a tap does, and ranks that call other collectives wait for each other for good.
+        self.tap.set_layers({*self.tap.layers, *resolve_layers(layers, self.tap.num_hidden_layers)})
         self.checked_sizes: set[int] = set()
         self.check_rows = 0
         return list(self.tap.layers)
