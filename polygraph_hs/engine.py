@@ -112,6 +112,10 @@ def _engine_process_start() -> Iterator[None]:
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
     os.environ.setdefault(variable, "spawn")
+    ray, ray_address = sys.modules.get("ray"), os.environ.get("RAY_ADDRESS")
+    if ray is not None and ray_address is None and ray.is_initialized():
+        # A spawned process starts a Ray cluster of its own unless it is told of the caller's.
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:
         for name in hidden:
             delattr(main, name)
@@ -123,6 +127,8 @@ def _engine_process_start() -> Iterator[None]:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = given
+        if ray_address is None:
+            os.environ.pop("RAY_ADDRESS", None)
         for name, value in hidden.items():
             setattr(main, name, value)
 
@@ -149,6 +155,8 @@ class CaptureEngine:
         self.max_model_len = config.model_config.max_model_len
         self.max_logprobs = config.model_config.max_logprobs
         self.eager = bool(config.model_config.enforce_eager)
+        # What vLLM knows of its engine process; None if the engine runs in this one.
+        self._process = getattr(llm.llm_engine.engine_core, "resources", None)
         self._prefix = secrets.token_hex(8)
         self._counter = itertools.count()
         if not _captures(config.parallel_config.worker_cls):
@@ -454,6 +462,8 @@ class CaptureEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         processor = self.llm.llm_engine.output_processor
+        if getattr(self._process, "engine_dead", False):
+            raise EngineDiedError("vLLM's engine has ended and cannot be used any more; start a new one")
         if processor.request_states:
             raise ValueError(
                 f"this engine has {len(processor.request_states)} unfinished requests of the caller's own; vLLM would "
@@ -526,9 +536,7 @@ class CaptureEngine:
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
-        if resources is None:
-            # The engine runs in this process.
+        if self._process is None:
             return self.llm.collective_rpc(method, args=args)
         answer: Future = Future()
 
@@ -540,7 +548,7 @@ class CaptureEngine:
 
         threading.Thread(target=call, daemon=True).start()
         while not wait([answer], timeout=1.0).done:
-            if resources.engine_dead:
+            if self._process.engine_dead:
                 raise EngineDeadError()
         return answer.result()
 

@@ -79,14 +79,13 @@ def ray_workers(tiny_llama, tmp_path_factory):
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.syspath_prepend(folder)
-        cluster = ray.init(
+        ray.init(
             num_cpus=2,
             resources={"vllm_worker": 2},
             object_store_memory=100 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
         )
-        patch.setenv("RAY_ADDRESS", cluster.address_info["address"])
         engine = CaptureEngine.start(
             tiny_llama,
             LAYERS,
