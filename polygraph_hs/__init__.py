@@ -6,7 +6,7 @@ pull in lm-polygraph, and the capture side must run where lm-polygraph is not in
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "CaptureEngine": "polygraph_hs.engine",

@@ -39,10 +39,10 @@ from polygraph_hs.states import POOLED_POSITION, HiddenStates
 WORKER_CLS = "polygraph_hs.capture.worker.CaptureWorker"
 # The same range as the gpu extra's in setup.cfg; what was run is in docs/versions.md.
 SUPPORTED_VLLM = SpecifierSet(">=0.25.1,<0.33")
-logger = logging.getLogger(__name__)
-
 # vLLM's RPC messages can carry up to 4 GiB.
 FETCH_BYTES = 2**28
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,7 +162,7 @@ class CaptureEngine:
         if not _captures(config.parallel_config.worker_cls):
             self._attach()
         self.tapped_layers = self._add_layers(())
-        self._can_borrow = all(llm.collective_rpc("capture_can_borrow"))
+        self._can_borrow = all(self._rpc("capture_can_borrow"))
 
     @classmethod
     def start(cls, model: str, layers: Sequence[int], **llm_kwargs) -> CaptureEngine:
@@ -235,7 +235,7 @@ class CaptureEngine:
 
     def _add_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Add taps, and ask the workers, who know best, which layers are tapped now."""
-        replies = self.llm.collective_rpc("capture_add_layers", args=(list(layers),))
+        replies = self._rpc("capture_add_layers", list(layers))
         return tuple(sorted({layer for reply in replies for layer in reply}))
 
     def generate(
@@ -276,17 +276,15 @@ class CaptureEngine:
         sampling = _one_each(sampling_params, len(prompts), "sampling_params")
         plans = _one_each(plan, len(prompts), "plan")
         loras = _one_each(lora_request, len(prompts), "lora_request")
-        requests = [self.prepare(sampling[i], plans[i]) for i in kept]
         # Requests whose prompts' states are asked for find each other's prefixes in vLLM's cache, and no other
         # request's, so that there is a row to borrow for each position that the cache spares them.
-        salt = f"{self._prefix}-{next(self._counter)}"
-        inputs = [{"prompt_token_ids": prompts[i]} for i in kept]
-        for number, prompt, request in zip(kept, inputs, requests, strict=True):
-            args = _capture_args(request)
-            if args is None or not plan_of_request(args).needs_whole_prompt():
-                continue
-            if self._can_borrow and not sampling[number].skip_reading_prefix_cache:
-                args["borrows"], request.skip_reading_prefix_cache, prompt["cache_salt"] = True, False, salt
+        salt = {"cache_salt": f"{self._prefix}-{next(self._counter)}"}
+        requests, inputs = [], []
+        for i in kept:
+            whole = plans[i] is not None and plans[i].needs_whole_prompt()
+            borrows = whole and self._can_borrow and not sampling[i].skip_reading_prefix_cache
+            requests.append(self._prepare(sampling[i], plans[i], borrows))
+            inputs.append({"prompt_token_ids": prompts[i], **(salt if borrows else {})})
         self._check_seeds([(prompts[i], sampling[i]) for i in kept])
 
         def launch():
@@ -353,14 +351,18 @@ class CaptureEngine:
         Raises:
             LayerNotTappedError: the engine is compiled and has no tap on one of the layers.
         """
+        return self._prepare(sampling_params, plan, borrows=False)
+
+    def _prepare(self, sampling_params, plan: CapturePlan | None, borrows: bool):
         params = sampling_params.clone()
         params.flat_logprobs = True
         if plan is not None:
             plan = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
             key = f"{self._prefix}-{next(self._counter)}"
-            params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: request_args(key, params.n, plan)}
+            args = request_args(key, params.n, plan, borrows)
+            params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: args}
             # A cached prefix is not computed again, and leaves no row.
-            if plan.needs_whole_prompt():
+            if plan.needs_whole_prompt() and not borrows:
                 params.skip_reading_prefix_cache = True
         return params
 
@@ -513,7 +515,7 @@ class CaptureEngine:
                 f"the states of {_names(captured)} could not be handed over: {error}"
             ) from error
         finally:
-            self._rpc("capture_release", [token])
+            self._rpc("capture_release", token)
 
     def _open(self, rank: int, description: dict) -> list[Group]:
         groups = open_parcel(description)
@@ -576,7 +578,7 @@ class CaptureEngine:
 
     def num_requests_processed(self) -> int:
         """How many requests this engine's scheduler has handed to its worker, captured or not."""
-        return max(self.llm.collective_rpc("capture_num_requests"))
+        return max(self._rpc("capture_num_requests"))
 
 
 def read_num_hidden_layers(
@@ -655,7 +657,7 @@ def _names(captured: list[_Sequence]) -> str:
 def _require_complete(replies: list[dict], captured: list[_Sequence]) -> None:
     """Raise if a worker lacks states of a sequence, or does not trust those it has."""
     if errors := [reply["error"] for reply in replies if "error" in reply]:
-        raise IncompleteCaptureError(f"the states of {_names(captured)} could not be handed over: {'; '.join(errors)}")
+        raise RuntimeError("; ".join(errors))
     failures = [reason for reply in replies for reason in reply["failures"]]
     if failures:
         raise IncompleteCaptureError(f"the states of {_names(captured)} cannot be trusted: {'; '.join(failures[:5])}")

@@ -10,7 +10,7 @@ class EngineDiedError(RuntimeError):
 
 
 class UnsupportedVersionError(ImportError):
-    """The installed vLLM is not one that capture was tested with."""
+    """The installed vLLM is outside the range that capture supports."""
 
 
 class LayerNotTappedError(ValueError):

@@ -23,6 +23,8 @@ ENGINE_OPTIONS = {
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 2**30,
 }
+# The random Llama needs less.
+TINY_OPTIONS = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
 LAYERS = (0, 1, 15, 29, 30)
 
 
@@ -82,8 +84,7 @@ def plain_llm(tiny_llama):
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_llama):
     """A second engine beside the real model's: the random Llama, eager."""
-    options = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
-    return CaptureEngine.start(tiny_llama, range(5), enforce_eager=True, **options)
+    return CaptureEngine.start(tiny_llama, range(5), enforce_eager=True, **TINY_OPTIONS)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ENGINE_OPTIONS
+from conftest import TINY_OPTIONS
 from reference import assert_states_equal_hugging_face, firsts, random_prompts
 from vllm import SamplingParams
 
@@ -18,8 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def start(tiny_llama):
-    options = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
-    return CaptureEngine.start(tiny_llama, [0, 2, -1], enforce_eager=True, **options)
+    return CaptureEngine.start(tiny_llama, [0, 2, -1], enforce_eager=True, **TINY_OPTIONS)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ from polygraph_hs.spec import POOLINGS, TOKENS, CapturePlan
 
 EXAMPLES = int(os.environ.get("POLYGRAPH_HS_EXAMPLES", "200"))
 LAYERS = (1, 4, 6)
-HIDDEN_SIZE = 2
 
 
 @dataclass
@@ -341,13 +340,13 @@ class Simulation:
     @staticmethod
     def gather(rows: list[tuple[Sequence, int, bool]], layers: tuple[int, ...], indices: np.ndarray) -> torch.Tensor:
         assert indices.max() < len(rows), "a padding row is asked for"
+        picked = [rows[i] for i in indices]
         return torch.tensor(
             [
                 [sequence.value(position, layer) if final else REJECTED for sequence, position, final in picked]
-                for picked in [[rows[i] for i in indices]]
                 for layer in layers
             ]
-        ).reshape(len(layers), len(indices), HIDDEN_SIZE)
+        )
 
     def end(self, sequences: list[Sequence], collect: bool) -> None:
         """Sequences of one call end together, finished or aborted."""

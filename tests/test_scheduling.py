@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ENGINE_OPTIONS
+from conftest import ENGINE_OPTIONS, TINY_OPTIONS
 from peft import LoraConfig, PeftModel, get_peft_model
 from reference import (
     assert_states_equal_hugging_face,
@@ -59,9 +59,6 @@ def nothing_is_left(request):
 
 def metric(engine, name: str) -> int:
     return sum(entry.value for entry in engine.llm.get_metrics() if entry.name == name)
-
-
-# Prefix caching, in blocks of 32 tokens.
 
 
 @pytest.mark.parametrize("tokens", SELECTIONS)
@@ -147,9 +144,6 @@ def test_a_request_that_must_not_read_the_cache_does_not(engine, hugging_face):
     assert_states_equal_hugging_face(generations, hugging_face, plan)
 
 
-# Batches.
-
-
 def test_requests_with_different_plans_and_with_none_in_one_batch(engine, hugging_face):
     plans = PLANS * 4
     prompts = random_prompts([1, 33, 64, 100, 5, 7, 12, 90] * 3, seed=27)
@@ -171,9 +165,6 @@ def test_two_engines_in_one_process_keep_to_themselves(engine, hugging_face, tin
     for _ in range(2):
         for one, reference in ((engine, hugging_face), (tiny_engine, tiny_hugging_face)):
             assert_states_equal_hugging_face(firsts(one.generate(prompts, greedy(), plan)), reference, plan)
-
-
-# Ways to stop, ways to sample.
 
 
 def test_a_stop_string_ends_a_sequence_and_its_states(engine, hugging_face):
@@ -243,9 +234,6 @@ def test_a_seed_that_would_end_vllms_engine_is_an_error_before(engine):
         engine.generate(random_prompts([11]), sampling, CapturePlan((15,)))
 
 
-# Ways to call.
-
-
 def test_texts_and_token_ids_in_one_call(engine, hugging_face):
     plan = CapturePlan(LAYERS, "all")
     text = "The capital of France is"
@@ -306,9 +294,6 @@ def test_a_call_beside_unfinished_requests_of_the_users_own_is_an_error(engine):
     assert output.finished
 
 
-# Requests that end before they are done.
-
-
 def test_an_interrupted_call_leaves_nothing_in_the_engine_or_its_worker(engine, hugging_face):
     plan = CapturePlan(LAYERS, "all")
     prompts = random_prompts([200] * 12, seed=50)
@@ -342,9 +327,6 @@ def test_a_request_that_the_user_aborts_is_freed_and_others_stay_right(engine, h
     assert held(engine)["requests"] == 2
     groups = engine.collect([outputs["mine-0"], outputs["mine-2"]], requests[::2])
     assert_states_equal_hugging_face(firsts(groups), hugging_face, plan)
-
-
-# Engines of their own.
 
 
 @pytest.fixture(scope="module")
@@ -406,10 +388,9 @@ def adapters(tiny_llama, tmp_path_factory) -> list[str]:
 
 
 def test_lora_requests_beside_requests_without_an_adapter(tiny_llama, tiny_hugging_face, adapters):
-    options = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
     # A slot more than adapters: vLLM's CPU kernels put requests without an adapter through the last slot's.
     engine = CaptureEngine.start(
-        tiny_llama, range(5), enforce_eager=True, enable_lora=True, max_loras=3, max_lora_rank=8, **options
+        tiny_llama, range(5), enforce_eager=True, enable_lora=True, max_loras=3, max_lora_rank=8, **TINY_OPTIONS
     )
     first, second = (LoRARequest(f"adapter-{i}", i, path) for i, path in enumerate(adapters, start=1))
     references = {None: tiny_hugging_face}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENGINE_OPTIONS
+from conftest import TINY_OPTIONS
 from reference import assert_states_equal_hugging_face, firsts, random_prompts
 from safetensors.torch import load_file
 from vllm import SamplingParams
@@ -25,7 +25,6 @@ PLANS = [
     None,
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-OPTIONS = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
 # vLLM's CPU platform names no Ray resource for a worker to claim, and is refused for that alone. This names one; the
 # executor is vLLM's. A file of its own, because Ray's worker processes import it.
 RAY_ON_THE_CPU = """
@@ -59,13 +58,13 @@ def two_workers():
 
 @pytest.fixture(scope="module")
 def tensor_parallel(tiny_llama, two_workers):
-    return CaptureEngine.start(tiny_llama, LAYERS, enforce_eager=True, tensor_parallel_size=2, **OPTIONS)
+    return CaptureEngine.start(tiny_llama, LAYERS, enforce_eager=True, tensor_parallel_size=2, **TINY_OPTIONS)
 
 
 @pytest.fixture(scope="module")
 def pipeline_parallel(tiny_llama, two_workers):
     # Compiled: vLLM's CPU build itself fails with eager pipeline stages.
-    return CaptureEngine.start(tiny_llama, LAYERS, pipeline_parallel_size=2, **OPTIONS)
+    return CaptureEngine.start(tiny_llama, LAYERS, pipeline_parallel_size=2, **TINY_OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def ray_workers(tiny_llama, tmp_path_factory):
             enforce_eager=True,
             tensor_parallel_size=2,
             distributed_executor_backend="ray_on_the_cpu.Executor",
-            **OPTIONS,
+            **TINY_OPTIONS,
         )
         yield engine
         engine.llm.llm_engine.engine_core.shutdown()
@@ -119,7 +118,7 @@ def test_each_layer_is_delivered_once(several):
     several.llm.generate([{"prompt_token_ids": [5, 6, 7]}], [request], use_tqdm=False)
     sequences, token = [[request.extra_args["polygraph_hs"]["key"], 0, GREEDY.max_tokens]], new_token()
     replies = [reply for reply in several.llm.collective_rpc("capture_collect", args=(sequences, token)) if reply]
-    several.llm.collective_rpc("capture_release", args=([token],))
+    several.llm.collective_rpc("capture_release", args=(token,))
     assert sorted(layer for reply in replies for group in reply["groups"] for layer in group["layers"]) == list(LAYERS)
 
 
@@ -179,7 +178,7 @@ def test_bytes_over_rpc_where_the_workers_memory_cannot_be_mapped(kind, request,
 
 def test_data_parallelism_within_one_llm_is_refused(tiny_llama):
     with pytest.raises(ValueError, match=r"data_parallel_size=2.*not supported for single-process usage"):
-        CaptureEngine.start(tiny_llama, LAYERS, data_parallel_size=2, **OPTIONS)
+        CaptureEngine.start(tiny_llama, LAYERS, data_parallel_size=2, **TINY_OPTIONS)
 
 
 def test_the_data_parallel_example(tiny_llama, tiny_engine, tmp_path):

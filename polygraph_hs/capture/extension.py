@@ -19,9 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from polygraph_hs.capture.layers import find_decoder_layers
 from polygraph_hs.capture.layout import StepLayout, read_layout
-from polygraph_hs.capture.worker import Capture, CaptureWorker, prompt_length, require_one_step_a_forward
+from polygraph_hs.capture.worker import (
+    Capture,
+    decoder_layers,
+    equip,
+    prompt_length,
+    require_one_step_a_forward,
+)
 from polygraph_hs.errors import IncompleteCaptureError
 from polygraph_hs.spec import CapturePlan
 
@@ -49,7 +54,7 @@ class EveryRequest(Capture):
         for req_id, first, count in zip(
             layout.req_ids,
             layout.first_position.tolist(),
-            (layout.query_start[1:] - layout.query_start[:-1]).tolist(),
+            layout.num_rows.tolist(),
             strict=True,
         ):
             if req_id not in self.recorder.requests:
@@ -63,9 +68,10 @@ class EveryRequest(Capture):
             prompt = self.recorder.requests[req_id].prompt_length
             self.worker._track_prefill_chunk(req_id, max(min(stop + new, prompt) - min(stop, prompt), 0))
 
-    def reset(self) -> None:
+    def forget(self) -> None:
+        """Forget every state; the counts stay."""
         self.recorder.discard([(req_id, 0) for req_id in self.recorder.requests])
-        self.computed, self.counts, self.failures = {}, {}, []
+        self.computed, self.failures = {}, []
 
     def take(self) -> dict[int, dict[str, bytes]]:
         """Every request's rows of every layer, pickled; they are then forgotten."""
@@ -77,8 +83,7 @@ class EveryRequest(Capture):
         layers = self.tap.layers
         values, row_start, missing = self.recorder.assemble(layers, spans) if spans else (None, [0], [])
         failures = [*self.failures, *(f"request {req_ids[number]}: {reason}" for number, reason in missing)]
-        self.recorder.discard([(req_id, 0) for req_id in self.recorder.requests])
-        self.computed, self.failures = {}, []
+        self.forget()
         if failures:
             raise IncompleteCaptureError("captured states are incomplete; " + "; ".join(failures[:5]))
         return {
@@ -125,7 +130,7 @@ class HookHiddenStatesExtension:
                 "the five-call protocol cannot tell rejected drafts from tokens at the end of a sequence; build the "
                 "LLM without speculative_config, or use polygraph_hs.CaptureEngine"
             )
-        num_blocks = len(self._decoder_layers().blocks)
+        num_blocks = len(decoder_layers(self).blocks)
         outside = [block for block in layer_ids if not 0 <= block < num_blocks]
         if outside:
             raise ValueError(f"layer_ids={outside} do not exist: this model has decoder blocks 0 to {num_blocks - 1}")
@@ -138,14 +143,14 @@ class HookHiddenStatesExtension:
         if not layer_ids:
             return []
         self._plain_class = type(self)
-        self.capture = EveryRequest(self, sorted({block + 1 for block in layer_ids}))
-        self.__class__ = type("CaptureWorker", (CaptureWorker, self._plain_class), {})
+        equip(self, EveryRequest(self, sorted({block + 1 for block in layer_ids})))
         return [layer - 1 for layer in self.capture.tap.layers]
 
     def _reset_capture(self) -> None:
         """Forget everything recorded; the taps stay."""
         if self._is_capturing():
-            self.capture.reset()
+            self.capture.forget()
+            self.capture.counts = {}
 
     def _get_captured_states(self) -> dict[int, dict[str, bytes]]:
         """The states of every request since the last time, which are then forgotten.
@@ -184,11 +189,8 @@ class HookHiddenStatesExtension:
 
     def _get_base_model(self) -> nn.Module:
         """The module that holds the list of decoder blocks; for callers in the worker's own process."""
-        blocks = self._decoder_layers().blocks
+        blocks = decoder_layers(self).blocks
         return next(module for module in self.get_model().modules() if blocks in module.children())
-
-    def _decoder_layers(self):
-        return find_decoder_layers(self.get_model(), self.vllm_config.model_config.hf_text_config.num_hidden_layers)
 
     def _is_capturing(self) -> bool:
         return isinstance(getattr(self, "capture", None), EveryRequest)

@@ -23,6 +23,11 @@ class StepLayout:
     first_position: np.ndarray
 
     @property
+    def num_rows(self) -> np.ndarray:
+        """int64 [num_reqs] rows of each request."""
+        return np.diff(self.query_start)
+
+    @property
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
 

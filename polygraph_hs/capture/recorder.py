@@ -145,7 +145,7 @@ class Recorder:
         requests = [request for request in requests if request is not None]
         first_row = layout.query_start[:-1][recorded]
         first = layout.first_position[recorded]
-        end = first + (layout.query_start[1:] - layout.query_start[:-1])[recorded]
+        end = first + layout.num_rows[recorded]
         low = np.maximum(first, np.array([request.start for request in requests]))
         high = np.minimum(end, np.array([request.stop for request in requests]))
         counts = np.maximum(high - low, 0)

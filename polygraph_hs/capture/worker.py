@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from polygraph_hs.capture.delivery import Parcel
-from polygraph_hs.capture.layers import find_decoder_layers
+from polygraph_hs.capture.layers import DecoderLayers, find_decoder_layers
 from polygraph_hs.capture.layout import StepLayout, read_layout
 from polygraph_hs.capture.prefixes import CachedPrefixes, full_attention_group
 from polygraph_hs.capture.recorder import Recorder
@@ -45,6 +45,11 @@ def _sample_index(req_id: str, n: int) -> int:
 def prompt_length(new) -> int:
     """Tokens in the prompt of a request that is new to the worker; a prompt of embeddings has no token ids."""
     return len(new.prompt_embeds if new.prompt_token_ids is None else new.prompt_token_ids)
+
+
+def decoder_layers(worker: Worker) -> DecoderLayers:
+    """The decoder blocks of the model that a worker has loaded."""
+    return find_decoder_layers(worker.get_model(), worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
 
 
 def require_one_step_a_forward(config) -> None:
@@ -80,7 +85,7 @@ class Capture:
         self.may_borrow = spread == 1 and config.kv_transfer_config is None
         self.tap = Tap(
             model,
-            find_decoder_layers(model, config.model_config.hf_text_config.num_hidden_layers),
+            decoder_layers(worker),
             config.model_config.get_hidden_size(),
             config.model_config.dtype,
             worker.device,
@@ -240,11 +245,10 @@ class CaptureWorker(Worker):
         parcel = self.capture.parcels.get(token)
         return None if parcel is None else parcel.contents(start, stop)
 
-    def capture_release(self, tokens: list[str]) -> None:
-        """Give parcels up once the driver has them."""
-        for token in tokens:
-            if parcel := self.capture.parcels.pop(token, None):
-                parcel.close()
+    def capture_release(self, token: str) -> None:
+        """Give a parcel up, once the driver has it or does not want it."""
+        if parcel := self.capture.parcels.pop(token, None):
+            parcel.close()
 
     def capture_num_requests(self) -> int:
         """How many requests have been scheduled on this worker since it started."""
@@ -268,11 +272,16 @@ class CaptureWorker(Worker):
         self.capture.recorder.discard((key, index) for key, n in requests for index in range(n))
 
 
+def equip(worker: Worker, capture: Capture) -> None:
+    """Make a CaptureWorker of a worker that was built without capture, of whatever class."""
+    worker.capture = capture
+    worker.__class__ = type("CaptureWorker", (CaptureWorker, type(worker)), {})
+
+
 def attach(worker: Worker | WorkerWrapperBase) -> None:
     """Give an eager engine's worker that was built without capture what :class:`CaptureWorker` has."""
     if isinstance(worker, WorkerWrapperBase):
         worker = worker.worker
     if not isinstance(worker, CaptureWorker):
         require_one_step_a_forward(worker.vllm_config)
-        worker.__class__ = type("CaptureWorker", (CaptureWorker, type(worker)), {})
-        worker.capture = Capture(worker, [])
+        equip(worker, Capture(worker, []))
