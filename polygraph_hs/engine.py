@@ -155,8 +155,6 @@ class CaptureEngine:
         self.max_model_len = config.model_config.max_model_len
         self.max_logprobs = config.model_config.max_logprobs
         self.eager = bool(config.model_config.enforce_eager)
-        # What vLLM knows of its engine process; None if the engine runs in this one.
-        self._process = getattr(llm.llm_engine.engine_core, "resources", None)
         self._prefix = secrets.token_hex(8)
         self._counter = itertools.count()
         if not _captures(config.parallel_config.worker_cls):
@@ -464,7 +462,7 @@ class CaptureEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         processor = self.llm.llm_engine.output_processor
-        if getattr(self._process, "engine_dead", False):
+        if self._ended():
             raise EngineDiedError("vLLM's engine has ended and cannot be used any more; start a new one")
         if processor.request_states:
             raise ValueError(
@@ -534,11 +532,14 @@ class CaptureEngine:
     def _rpc(self, method: str, *args) -> list:
         """Call a method of every worker.
 
-        vLLM waits for the answers without end, also when its engine process has died meanwhile.
+        vLLM waits for the answers without end, also when its engine process has died meanwhile, or its thread that
+        reads them.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if self._process is None:
+        core = self.llm.llm_engine.engine_core
+        if not hasattr(core, "resources"):
+            # The engine runs in this process.
             return self.llm.collective_rpc(method, args=args)
         answer: Future = Future()
 
@@ -550,9 +551,15 @@ class CaptureEngine:
 
         threading.Thread(target=call, daemon=True).start()
         while not wait([answer], timeout=1.0).done:
-            if self._process.engine_dead:
-                raise EngineDeadError()
+            if self._ended():
+                unread = list(core.outputs_queue.queue)
+                raise EngineDeadError() from next((item for item in unread if isinstance(item, Exception)), None)
         return answer.result()
+
+    def _ended(self) -> bool:
+        """Whether vLLM's engine process, or the thread that reads its replies, has ended."""
+        core = self.llm.llm_engine.engine_core
+        return hasattr(core, "resources") and (core.resources.engine_dead or not core.output_queue_thread.is_alive())
 
     def _hidden_states(self, values: torch.Tensor, sequence: _Sequence) -> HiddenStates:
         plan, prompt_length, num_generated = sequence.plan, len(sequence.prompt_token_ids), sequence.num_generated
@@ -638,7 +645,11 @@ class _Sequence:
 
 
 def _capture_args(sampling_params) -> dict | None:
-    return (sampling_params.extra_args or {}).get(CONFIG_KEY)
+    args = (sampling_params.extra_args or {}).get(CONFIG_KEY)
+    if args is not None:
+        # The worker has not recorded a request whose arguments it could not read.
+        plan_of_request(args)
+    return args
 
 
 def _one_each(value, count: int, name: str) -> list:

@@ -130,7 +130,18 @@ def request_args(key: str, n: int, plan: CapturePlan, borrows: bool = False) -> 
 
 
 def plan_of_request(args: dict) -> CapturePlan:
-    """The plan in what :func:`request_args` returned."""
+    """The plan in what :func:`request_args` returned.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    known = {"key": str, "n": int, "layers": list, "tokens": str, "pooling": str, "borrows": bool}
+    wrong = not isinstance(args, dict) or args.keys() != known.keys()
+    if wrong or not all(isinstance(args[name], kind) for name, kind in known.items()):
+        raise ValueError(
+            f"extra_args[{CONFIG_KEY!r}]={args!r} is not what polygraph_hs.spec.request_args makes, whose entries are "
+            + ", ".join(f"{name} ({kind.__name__})" for name, kind in known.items())
+        )
     return CapturePlan(tuple(args["layers"]), args["tokens"], args["pooling"])
 
 

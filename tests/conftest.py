@@ -28,6 +28,13 @@ TINY_OPTIONS = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
 LAYERS = (0, 1, 15, 29, 30)
 
 
+def start(model: str, layers, **options) -> CaptureEngine:
+    """Start an eager engine that takes no code, whatever the test that needs it first has set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
+        return CaptureEngine.start(model, layers, enforce_eager=True, **options)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     return str(smollm2_path())
@@ -35,7 +42,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def engine(smollm2):
-    return CaptureEngine.start(smollm2, LAYERS, enforce_eager=True, **ENGINE_OPTIONS)
+    return start(smollm2, LAYERS, **ENGINE_OPTIONS)
 
 
 @pytest.fixture
@@ -84,7 +91,7 @@ def plain_llm(tiny_llama):
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_llama):
     """A second engine beside the real model's: the random Llama, eager."""
-    return CaptureEngine.start(tiny_llama, range(5), enforce_eager=True, **TINY_OPTIONS)
+    return start(tiny_llama, range(5), **TINY_OPTIONS)
 
 
 @pytest.fixture(scope="session")

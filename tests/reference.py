@@ -97,3 +97,21 @@ def states_like(values: np.ndarray, num_hidden_layers: int = 4):
         )
         for row in np.asarray(values)
     ]
+
+
+def drop_a_row(worker) -> None:
+    """Let the recorder lose the second row of the next step."""
+    recorder = worker.capture.recorder
+    record = recorder.record
+
+    def record_all_but_one(layout, layers, gather):
+        record(layout, layers, gather)
+        chunk = recorder.chunks[-1]
+        kept = torch.arange(len(chunk.positions)) != 1
+        chunk.values = chunk.values[:, kept]
+        chunk.owners, chunk.positions, chunk.live = (
+            array[kept.numpy()] for array in (chunk.owners, chunk.positions, chunk.live)
+        )
+        recorder.record = record
+
+    recorder.record = record_all_but_one

@@ -5,9 +5,8 @@ import signal
 import threading
 
 import pytest
-import torch
 from conftest import TINY_OPTIONS
-from reference import assert_states_equal_hugging_face, firsts, random_prompts
+from reference import assert_states_equal_hugging_face, drop_a_row, firsts, random_prompts
 from vllm import SamplingParams
 
 import polygraph_hs.engine
@@ -36,24 +35,6 @@ def breakable(open_engine, tiny_hugging_face):
     assert open_engine.llm.collective_rpc("capture_held") == [{"requests": 0, "rows": 0, "parcels": 0}]
     generations = open_engine.generate(random_prompts([9, 40], seed=81), GREEDY, PLAN)
     assert_states_equal_hugging_face(firsts(generations), tiny_hugging_face, PLAN)
-
-
-def drop_a_row(worker) -> None:
-    """Let the recorder lose the second row of the next step."""
-    recorder = worker.capture.recorder
-    record = recorder.record
-
-    def record_all_but_one(layout, layers, gather):
-        record(layout, layers, gather)
-        chunk = recorder.chunks[-1]
-        kept = torch.arange(len(chunk.positions)) != 1
-        chunk.values = chunk.values[:, kept]
-        chunk.owners, chunk.positions, chunk.live = (
-            array[kept.numpy()] for array in (chunk.owners, chunk.positions, chunk.live)
-        )
-        recorder.record = record
-
-    recorder.record = record_all_but_one
 
 
 def test_a_row_that_the_recorder_lost(breakable):
@@ -112,6 +93,18 @@ def test_bytes_that_come_over_rpc_incomplete(breakable, monkeypatch):
     ):
         breakable.generate(random_prompts([20, 30], seed=80), GREEDY, PLAN)
     monkeypatch.undo()
+
+
+def test_replies_that_are_not_read_any_more(open_engine, monkeypatch):
+    # Last of those that use the engine, which it ends. vLLM's reading thread ends at a reply that it cannot decode, and
+    # vLLM would wait for replies without end.
+    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION")
+    prompts = random_prompts([20, 30], seed=80)
+    with pytest.raises(EngineDiedError, match="while the states of prompts 0-1 were handed over") as raised:
+        open_engine.generate(prompts, GREEDY, PLAN)
+    assert "custom utility result types" in str(raised.value.__cause__.__cause__)
+    with pytest.raises(EngineDiedError, match="start a new one"):
+        open_engine.generate(prompts, GREEDY, PLAN)
 
 
 def test_a_worker_that_is_killed_while_it_generates(tiny_llama, tiny_engine, tiny_hugging_face):

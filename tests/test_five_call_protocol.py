@@ -1,15 +1,21 @@
 """The five-call protocol: called as its clients call it, and by lm-polygraph's own client, unmodified."""
 
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import ENGINE_OPTIONS
 from lm_polygraph.estimators import MeanTokenEntropy
 from lm_polygraph.stat_calculators import EntropyCalculator, VLLMLogprobsExtractionCalculator
 from lm_polygraph.utils import VLLMWithUncertainty
-from reference import random_prompts, reference_states, relative_error
+from reference import drop_a_row, random_prompts, reference_states, relative_error
 from vllm import LLM, SamplingParams
+from vllm.config import ParallelConfig, VllmConfig
+
+from polygraph_hs import CaptureEngine
+from polygraph_hs.capture.extension import HookHiddenStatesExtension
 
 BLOCKS = [0, 14, 28]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -17,17 +23,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(smollm2):
-    return LLM(
-        smollm2,
-        dtype="float32",
-        enforce_eager=True,
-        worker_extension_cls="polygraph_hs.capture.extension.HookHiddenStatesExtension",
-        max_model_len=512,
-        max_num_batched_tokens=32,
-        block_size=32,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=2**30,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # So that a test can break the worker.
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        yield LLM(
+            smollm2,
+            enforce_eager=True,
+            worker_extension_cls="polygraph_hs.capture.extension.HookHiddenStatesExtension",
+            **ENGINE_OPTIONS,
+        )
 
 
 def rpc(llm, method: str, *args):
@@ -109,6 +113,43 @@ def test_a_block_that_does_not_exist_is_an_error_and_changes_nothing(llm):
         rpc(llm, "_setup_hidden_states_capture", [30, 2, -1])
     generate(llm, random_prompts([5], seed=74))
     assert len(rpc(llm, "_get_captured_states")[3]) == 1
+
+
+def test_a_lost_row_is_an_error_and_costs_no_other_request_its_states(llm):
+    llm.reset_prefix_cache()
+    rpc(llm, "_setup_hidden_states_capture", BLOCKS)
+    rpc(llm, drop_a_row)
+    first, second = generate(llm, random_prompts([20, 10], seed=76))
+    with pytest.raises(
+        Exception,
+        match=rf"the states of 1 of 2 requests are incomplete.*request {first.request_id}-.*: 1 of 27 positions",
+    ):
+        rpc(llm, "_get_captured_states")
+    for requests in rpc(llm, "_get_captured_states").values():
+        ((req_id, data),) = requests.items()
+        assert req_id.startswith(f"{second.request_id}-")
+        assert pickle.loads(data).shape == (18, 576)
+
+
+def test_a_capture_engine_on_an_engine_that_is_set_up_for_the_five_calls_is_an_error(llm):
+    rpc(llm, "_setup_hidden_states_capture", [3])
+    with pytest.raises(Exception, match="this engine is set up for the five-call protocol; end that first"):
+        CaptureEngine(llm)
+    generate(llm, random_prompts([5], seed=77))
+    assert len(rpc(llm, "_get_captured_states")[3]) == 1
+
+
+def test_a_refusal_comes_from_the_last_of_several_workers_alone():
+    # vLLM stops reading at the first error, and would take the replies behind it for those of the next call.
+    worker = HookHiddenStatesExtension()
+    worker.vllm_config = VllmConfig(parallel_config=ParallelConfig(pipeline_parallel_size=2))
+    worker.vllm_config.model_config = SimpleNamespace(enforce_eager=True)
+    worker.parallel_config = worker.vllm_config.parallel_config
+    worker.rank = 0
+    assert worker._setup_hidden_states_capture([3]) == []
+    worker.rank = 1
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2: .* read the first worker's answer alone"):
+        worker._setup_hidden_states_capture([3])
 
 
 QUESTIONS = ["What is the capital of France?", "Name three colours of the rainbow, please:"]

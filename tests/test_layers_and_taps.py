@@ -155,21 +155,30 @@ def test_a_hook_that_does_not_fire_is_noticed(tapped):
 
 
 @pytest.mark.parametrize(
-    ("option", "name"),
+    ("option", "value", "message"),
     [
-        ("use_ubatching", "micro-batches"),
-        ("prefill_context_parallel_size", "prefill_context_parallel_size"),
-        ("kv_sharing_fast_prefill", "kv_sharing_fast_prefill"),
+        ("use_ubatching", True, "micro-batches"),
+        ("prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
+        ("kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
+        ("distributed_executor_backend", "external_launcher", "distributed_executor_backend='external_launcher'"),
+        ("distributed_executor_backend", "ray", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"),
     ],
 )
-def test_options_under_which_a_block_sees_a_part_of_a_step_are_refused(option, name):
-    from polygraph_hs.capture.worker import require_one_step_a_forward
+def test_options_with_which_rows_would_be_missed_are_refused(option, value, message, monkeypatch):
+    from polygraph_hs.capture.worker import require_capturable
 
-    values = {"use_ubatching": False, "prefill_context_parallel_size": 1, "kv_sharing_fast_prefill": False}
-    require_one_step_a_forward(
-        SimpleNamespace(parallel_config=SimpleNamespace(**values), cache_config=SimpleNamespace(**values))
-    )
-    values[option] = 2
-    config = SimpleNamespace(parallel_config=SimpleNamespace(**values), cache_config=SimpleNamespace(**values))
-    with pytest.raises(NotImplementedError, match=f"cannot be captured with {name}"):
-        require_one_step_a_forward(config)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+
+    def config(**options):
+        values = {
+            "use_ubatching": False,
+            "prefill_context_parallel_size": 1,
+            "kv_sharing_fast_prefill": False,
+            "distributed_executor_backend": "mp",
+            **options,
+        }
+        return SimpleNamespace(parallel_config=SimpleNamespace(**values), cache_config=SimpleNamespace(**values))
+
+    require_capturable(config())
+    with pytest.raises(NotImplementedError, match=f"cannot be captured with {message} "):
+        require_capturable(config(**{option: value}))

@@ -279,6 +279,26 @@ def test_states_can_be_collected_once(engine):
         engine.collect(outputs, requests)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"tokens": "last"}, ValueError, "tokens='last' is not a token selection"),
+        ({"key": 7}, ValueError, "'key': 7.* is not what polygraph_hs.spec.request_args makes"),
+        ({"n": 2}, IncompleteCaptureError, "prompt 0, sample 0: its request never reached this worker"),
+    ],
+)
+def test_capture_arguments_that_make_no_sense_cost_their_own_request_alone(
+    engine, hugging_face, change, error, message
+):
+    plan = CapturePlan((15,), "all")
+    requests = [engine.prepare(greedy(), plan), engine.prepare(greedy(), plan)]
+    requests[0].extra_args["polygraph_hs"].update(change)
+    outputs = engine.llm.generate(["Paris is", "Rome is"], requests, use_tqdm=False)
+    with pytest.raises(error, match=message):
+        engine.collect(outputs[:1], requests[:1])
+    assert_states_equal_hugging_face(firsts(engine.collect(outputs[1:], requests[1:])), hugging_face, plan)
+
+
 def test_outputs_that_do_not_fit_their_requests(engine):
     with pytest.raises(ValueError, match="0 outputs came for 1 requests"):
         engine.collect([], [engine.prepare(greedy(), CapturePlan((15,)))])

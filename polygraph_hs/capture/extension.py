@@ -24,8 +24,9 @@ from polygraph_hs.capture.worker import (
     Capture,
     decoder_layers,
     equip,
+    is_last_rank,
     prompt_length,
-    require_one_step_a_forward,
+    require_capturable,
 )
 from polygraph_hs.errors import IncompleteCaptureError
 from polygraph_hs.spec import CapturePlan
@@ -68,10 +69,11 @@ class EveryRequest(Capture):
             prompt = self.recorder.requests[req_id].prompt_length
             self.worker._track_prefill_chunk(req_id, max(min(stop + new, prompt) - min(stop, prompt), 0))
 
-    def forget(self) -> None:
-        """Forget every state; the counts stay."""
-        self.recorder.discard([(req_id, 0) for req_id in self.recorder.requests])
-        self.computed, self.failures = {}, []
+    def forget(self, req_ids: list[str]) -> None:
+        """Forget the states of these requests; the counts stay."""
+        self.recorder.discard([(req_id, 0) for req_id in req_ids])
+        for req_id in req_ids:
+            self.computed.pop(req_id, None)
 
     def take(self) -> dict[int, dict[str, bytes]]:
         """Every request's rows of every layer, pickled; they are then forgotten."""
@@ -82,10 +84,16 @@ class EveryRequest(Capture):
         ]
         layers = self.tap.layers
         values, row_start, missing = self.recorder.assemble(layers, spans) if spans else (None, [0], [])
-        failures = [*self.failures, *(f"request {req_ids[number]}: {reason}" for number, reason in missing)]
-        self.forget()
+        failures, self.failures = self.failures, []
+        # Where single requests are incomplete, the others are there for the next call.
+        lost = req_ids if failures or not missing else [req_ids[number] for number, _ in missing]
+        self.forget(lost)
+        failures += [f"request {req_ids[number]}: {reason}" for number, reason in missing]
         if failures:
-            raise IncompleteCaptureError("captured states are incomplete; " + "; ".join(failures[:5]))
+            raise IncompleteCaptureError(
+                f"the states of {len(lost)} of {len(req_ids)} requests are incomplete and were given up; the others' "
+                f"can be had by calling again. " + "; ".join(failures[:5])
+            )
         return {
             layer - 1: {
                 req_id: pickle.dumps(_with_unknown_last_row(values[row, first:stop]))
@@ -118,13 +126,35 @@ class HookHiddenStatesExtension:
             The blocks that this process captures, ascending.
 
         Raises:
-            ValueError: a block does not exist, or this engine cannot be captured in this way; what was set up
-                before stays.
+            ValueError, NotImplementedError: a block does not exist, or this engine cannot be captured in this way;
+                what was set up before stays.
         """
+        try:
+            self._check_setup(layer_ids)
+        except (ValueError, NotImplementedError):
+            if is_last_rank(self):
+                raise
+            return []
+        if self._is_capturing():
+            self.capture.tap.set_layers([])
+            self.__class__, self.capture = self._plain_class, None
+        if not layer_ids:
+            return []
+        self._plain_class = type(self)
+        equip(self, EveryRequest(self, sorted({block + 1 for block in layer_ids})))
+        return [layer - 1 for layer in self.capture.tap.layers]
+
+    def _check_setup(self, layer_ids: list[int]) -> None:
         config = self.vllm_config
-        require_one_step_a_forward(config)
+        require_capturable(config)
         if not config.model_config.enforce_eager:
             raise ValueError("the five-call protocol needs an eager engine; build it with LLM(..., enforce_eager=True)")
+        if config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size={config.parallel_config.pipeline_parallel_size}: the five-call protocol's "
+                f"clients read the first worker's answer alone, which lacks the later stages' blocks; use "
+                f"tensor_parallel_size, or polygraph_hs.CaptureEngine"
+            )
         if config.speculative_config is not None:
             raise ValueError(
                 "the five-call protocol cannot tell rejected drafts from tokens at the end of a sequence; build the "
@@ -134,23 +164,17 @@ class HookHiddenStatesExtension:
         outside = [block for block in layer_ids if not 0 <= block < num_blocks]
         if outside:
             raise ValueError(f"layer_ids={outside} do not exist: this model has decoder blocks 0 to {num_blocks - 1}")
-        capture = getattr(self, "capture", None)
-        if not isinstance(capture, EveryRequest | None):
-            raise ValueError("this engine was built with CaptureWorker; the five-call protocol needs vLLM's own worker")
-        if capture is not None:
-            capture.tap.set_layers([])
-            self.__class__, self.capture = self._plain_class, None
-        if not layer_ids:
-            return []
-        self._plain_class = type(self)
-        equip(self, EveryRequest(self, sorted({block + 1 for block in layer_ids})))
-        return [layer - 1 for layer in self.capture.tap.layers]
+        if not isinstance(getattr(self, "capture", None), EveryRequest | None):
+            raise ValueError(
+                "this engine captures for polygraph_hs.CaptureEngine; the five-call protocol needs an LLM of its own, "
+                "with vLLM's own worker"
+            )
 
     def _reset_capture(self) -> None:
         """Forget everything recorded; the taps stay."""
         if self._is_capturing():
-            self.capture.forget()
-            self.capture.counts = {}
+            self.capture.forget(list(self.capture.recorder.requests))
+            self.capture.counts, self.capture.failures = {}, []
 
     def _get_captured_states(self) -> dict[int, dict[str, bytes]]:
         """The states of every request since the last time, which are then forgotten.
@@ -163,7 +187,7 @@ class HookHiddenStatesExtension:
             start, are not among the rows.
 
         Raises:
-            IncompleteCaptureError: a position that was computed has not been recorded.
+            IncompleteCaptureError: a position that was computed has not been recorded. What is complete stays.
         """
         return self.capture.take() if self._is_capturing() and self.capture.delivers else {}
 

@@ -12,6 +12,7 @@ import os
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -52,22 +53,38 @@ def decoder_layers(worker: Worker) -> DecoderLayers:
     return find_decoder_layers(worker.get_model(), worker.vllm_config.model_config.hf_text_config.num_hidden_layers)
 
 
-def require_one_step_a_forward(config) -> None:
-    """Refuse options under which a block does not see all rows of a step at once.
+def require_capturable(config) -> None:
+    """Refuse options with which not every row of every step can be captured.
 
     Raises:
-        NotImplementedError: names the option.
+        NotImplementedError: names the options and what they do.
     """
-    options = {
-        "micro-batches (enable_dbo, ubatch_size)": config.parallel_config.use_ubatching,
-        "prefill_context_parallel_size above 1": config.parallel_config.prefill_context_parallel_size > 1,
-        "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
+    parallel = config.parallel_config
+    partial = "a decoder block sees a part of a step's rows at a time"
+    reasons = {
+        "micro-batches (enable_dbo, ubatch_size)": (parallel.use_ubatching, partial),
+        "prefill_context_parallel_size above 1": (parallel.prefill_context_parallel_size > 1, partial),
+        "kv_sharing_fast_prefill": (config.cache_config.kv_sharing_fast_prefill, partial),
+        "distributed_executor_backend='external_launcher'": (
+            parallel.distributed_executor_backend == "external_launcher",
+            "each process reaches its own worker alone",
+        ),
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
+            parallel.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+            "the model is run past the worker",
+        ),
     }
-    if found := [name for name, on in options.items() if on]:
-        raise NotImplementedError(
-            f"hidden states cannot be captured with {', '.join(found)}: a decoder block then sees a part of a step's "
-            f"rows at a time. Build the engine without"
-        )
+    if found := [f"{name} ({why})" for name, (on, why) in reasons.items() if on]:
+        raise NotImplementedError(f"hidden states cannot be captured with {', '.join(found)}; build the engine without")
+
+
+def is_last_rank(worker: Worker) -> bool:
+    """Whether vLLM reads this worker's replies last.
+
+    What is to be refused is raised there alone: vLLM stops reading at the first error, and would take the replies
+    behind it for the next call's.
+    """
+    return worker.rank == worker.parallel_config.world_size - 1
 
 
 class Capture:
@@ -144,9 +161,16 @@ class Capture:
         """Start recording a request that is new to the worker, if it carries a plan."""
         params = new.sampling_params
         args = (params.extra_args or {}).get(CONFIG_KEY) if params is not None else None
-        if args is not None:
+        if args is None:
+            return
+        try:
+            plan = plan_of_request(args)
             key = (args["key"], _sample_index(new.req_id, args["n"]))
-            self.recorder.add_request(new.req_id, key, plan_of_request(args), prompt_length(new), args["borrows"])
+        except ValueError:
+            # An error here would end the engine with everything in it; the driver raises when it is to collect this.
+            logger.exception("request %s is not captured", new.req_id)
+            return
+        self.recorder.add_request(new.req_id, key, plan, prompt_length(new), args["borrows"])
 
     def after_forward(self) -> None:
         """Keep the wanted rows of the step that was just launched."""
@@ -200,7 +224,7 @@ class CaptureWorker(Worker):
     capture: Capture | None = None
 
     def load_model(self, *args, **kwargs) -> None:
-        require_one_step_a_forward(self.vllm_config)
+        require_capturable(self.vllm_config)
         super().load_model(*args, **kwargs)
         # After the weights, so that loading sees the model it expects; before memory is measured and before
         # compilation, so that the KV cache is sized around the buffers and the hooks are part of the graphs.
@@ -282,6 +306,17 @@ def attach(worker: Worker | WorkerWrapperBase) -> None:
     """Give an eager engine's worker that was built without capture what :class:`CaptureWorker` has."""
     if isinstance(worker, WorkerWrapperBase):
         worker = worker.worker
-    if not isinstance(worker, CaptureWorker):
-        require_one_step_a_forward(worker.vllm_config)
+    try:
+        capture = getattr(worker, "capture", None)
+        if capture is not None and type(capture) is not Capture:
+            raise ValueError(
+                "this engine is set up for the five-call protocol; end that first, with "
+                "llm.collective_rpc('_setup_hidden_states_capture', args=([],))"
+            )
+        require_capturable(worker.vllm_config)
+    except (ValueError, NotImplementedError):
+        if is_last_rank(worker):
+            raise
+        return
+    if capture is None:
         equip(worker, Capture(worker, []))
