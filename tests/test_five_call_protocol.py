@@ -19,19 +19,20 @@ from polygraph_hs.capture.extension import HookHiddenStatesExtension
 
 BLOCKS = [0, 14, 28]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+EXTENSION = "polygraph_hs.capture.extension.HookHiddenStatesExtension"
 
 
 @pytest.fixture(scope="module")
 def llm(smollm2):
+    return LLM(smollm2, enforce_eager=True, worker_extension_cls=EXTENSION, **ENGINE_OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def open_llm(plain_llm):
+    """An engine whose worker takes code, for the last tests: the driver sends code from then on."""
     with pytest.MonkeyPatch.context() as patch:
-        # So that a test can break the worker.
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        yield LLM(
-            smollm2,
-            enforce_eager=True,
-            worker_extension_cls="polygraph_hs.capture.extension.HookHiddenStatesExtension",
-            **ENGINE_OPTIONS,
-        )
+        yield plain_llm(enforce_eager=True, worker_extension_cls=EXTENSION)
 
 
 def rpc(llm, method: str, *args):
@@ -115,30 +116,6 @@ def test_a_block_that_does_not_exist_is_an_error_and_changes_nothing(llm):
     assert len(rpc(llm, "_get_captured_states")[3]) == 1
 
 
-def test_a_lost_row_is_an_error_and_costs_no_other_request_its_states(llm):
-    llm.reset_prefix_cache()
-    rpc(llm, "_setup_hidden_states_capture", BLOCKS)
-    rpc(llm, drop_a_row)
-    first, second = generate(llm, random_prompts([20, 10], seed=76))
-    with pytest.raises(
-        Exception,
-        match=rf"the states of 1 of 2 requests are incomplete.*request {first.request_id}-.*: 1 of 27 positions",
-    ):
-        rpc(llm, "_get_captured_states")
-    for requests in rpc(llm, "_get_captured_states").values():
-        ((req_id, data),) = requests.items()
-        assert req_id.startswith(f"{second.request_id}-")
-        assert pickle.loads(data).shape == (18, 576)
-
-
-def test_a_capture_engine_on_an_engine_that_is_set_up_for_the_five_calls_is_an_error(llm):
-    rpc(llm, "_setup_hidden_states_capture", [3])
-    with pytest.raises(Exception, match="this engine is set up for the five-call protocol; end that first"):
-        CaptureEngine(llm)
-    generate(llm, random_prompts([5], seed=77))
-    assert len(rpc(llm, "_get_captured_states")[3]) == 1
-
-
 def test_a_refusal_comes_from_the_last_of_several_workers_alone():
     # vLLM stops reading at the first error, and would take the replies behind it for those of the next call.
     worker = HookHiddenStatesExtension()
@@ -216,3 +193,26 @@ def test_lm_polygraphs_client_refuses_an_engine_without_the_protocol(engine):
             hs_layer_ids=[1],
             use_native_hs_capture=True,
         )
+
+
+def test_a_lost_row_is_an_error_and_costs_no_other_request_its_states(open_llm):
+    rpc(open_llm, "_setup_hidden_states_capture", [0, 2, 3])
+    rpc(open_llm, drop_a_row)
+    first, second = generate(open_llm, random_prompts([20, 10], seed=76))
+    with pytest.raises(
+        Exception,
+        match=rf"the states of 1 of 2 requests are incomplete.*request {first.request_id}-.*: 1 of 27 positions",
+    ):
+        rpc(open_llm, "_get_captured_states")
+    for requests in rpc(open_llm, "_get_captured_states").values():
+        ((req_id, data),) = requests.items()
+        assert req_id.startswith(f"{second.request_id}-")
+        assert pickle.loads(data).shape == (18, 128)
+
+
+def test_a_capture_engine_on_an_engine_that_is_set_up_for_the_five_calls_is_an_error(open_llm):
+    rpc(open_llm, "_setup_hidden_states_capture", [3])
+    with pytest.raises(Exception, match="this engine is set up for the five-call protocol; end that first"):
+        CaptureEngine(open_llm)
+    generate(open_llm, random_prompts([5], seed=77))
+    assert len(rpc(open_llm, "_get_captured_states")[3]) == 1

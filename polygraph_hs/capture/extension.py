@@ -24,7 +24,7 @@ from polygraph_hs.capture.worker import (
     Capture,
     decoder_layers,
     equip,
-    is_last_rank,
+    passes,
     prompt_length,
     require_capturable,
 )
@@ -129,11 +129,7 @@ class HookHiddenStatesExtension:
             ValueError, NotImplementedError: a block does not exist, or this engine cannot be captured in this way;
                 what was set up before stays.
         """
-        try:
-            self._check_setup(layer_ids)
-        except (ValueError, NotImplementedError):
-            if is_last_rank(self):
-                raise
+        if not passes(self, lambda: self._check_setup(layer_ids)):
             return []
         if self._is_capturing():
             self.capture.tap.set_layers([])

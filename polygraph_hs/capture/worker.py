@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -78,13 +79,19 @@ def require_capturable(config) -> None:
         raise NotImplementedError(f"hidden states cannot be captured with {', '.join(found)}; build the engine without")
 
 
-def is_last_rank(worker: Worker) -> bool:
-    """Whether vLLM reads this worker's replies last.
+def passes(worker: Worker, check: Callable[[], None]) -> bool:
+    """Whether a check of what every worker was asked raises nothing; on the last rank it may raise.
 
-    What is to be refused is raised there alone: vLLM stops reading at the first error, and would take the replies
+    The other ranks keep quiet, because vLLM stops reading replies at the first error, and would take the replies
     behind it for the next call's.
     """
-    return worker.rank == worker.parallel_config.world_size - 1
+    try:
+        check()
+    except (ValueError, NotImplementedError):
+        if worker.rank == worker.parallel_config.world_size - 1:
+            raise
+        return False
+    return True
 
 
 class Capture:
@@ -306,17 +313,14 @@ def attach(worker: Worker | WorkerWrapperBase) -> None:
     """Give an eager engine's worker that was built without capture what :class:`CaptureWorker` has."""
     if isinstance(worker, WorkerWrapperBase):
         worker = worker.worker
-    try:
-        capture = getattr(worker, "capture", None)
-        if capture is not None and type(capture) is not Capture:
-            raise ValueError(
-                "this engine is set up for the five-call protocol; end that first, with "
-                "llm.collective_rpc('_setup_hidden_states_capture', args=([],))"
-            )
-        require_capturable(worker.vllm_config)
-    except (ValueError, NotImplementedError):
-        if is_last_rank(worker):
-            raise
-        return
-    if capture is None:
+    if passes(worker, lambda: _check_attach(worker)) and getattr(worker, "capture", None) is None:
         equip(worker, Capture(worker, []))
+
+
+def _check_attach(worker: Worker) -> None:
+    if type(getattr(worker, "capture", None)) not in (Capture, type(None)):
+        raise ValueError(
+            "this engine is set up for the five-call protocol; end that first, with "
+            "llm.collective_rpc('_setup_hidden_states_capture', args=([],))"
+        )
+    require_capturable(worker.vllm_config)
