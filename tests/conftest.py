@@ -1,6 +1,7 @@
 """Shared fixtures: one eager engine on the real model serves most tests."""
 
 import os
+from collections.abc import Iterator
 
 # Read by vLLM when an engine starts.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -40,9 +41,16 @@ def smollm2() -> str:
     return str(smollm2_path())
 
 
+def started(model: str, layers, **options) -> Iterator[CaptureEngine]:
+    """An engine for a fixture, shut down at its end rather than at exit, when pytest has closed the log."""
+    engine = start(model, layers, **options)
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
 @pytest.fixture(scope="session")
 def engine(smollm2):
-    return start(smollm2, LAYERS, **ENGINE_OPTIONS)
+    yield from started(smollm2, LAYERS, **ENGINE_OPTIONS)
 
 
 @pytest.fixture
@@ -91,7 +99,7 @@ def plain_llm(tiny_llama):
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_llama):
     """A second engine beside the real model's: the random Llama, eager."""
-    return start(tiny_llama, range(5), **TINY_OPTIONS)
+    yield from started(tiny_llama, range(5), **TINY_OPTIONS)
 
 
 @pytest.fixture(scope="session")
