@@ -1,5 +1,6 @@
 """Shared fixtures: one eager engine on the real model serves most tests."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -29,6 +30,11 @@ TINY_OPTIONS = {**ENGINE_OPTIONS, "kv_cache_memory_bytes": 2**28}
 LAYERS = (0, 1, 15, 29, 30)
 
 
+def pytest_unconfigure():
+    """vLLM ends its engines at exit and logs it, when pytest has closed what the log is written to."""
+    logging.raiseExceptions = False
+
+
 def start(model: str, layers, **options) -> CaptureEngine:
     """Start an eager engine that takes no code, whatever the test that needs it first has set."""
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +48,7 @@ def smollm2() -> str:
 
 
 def started(model: str, layers, **options) -> Iterator[CaptureEngine]:
-    """An engine for a fixture, shut down at its end rather than at exit, when pytest has closed the log."""
+    """An engine for a fixture, which ends with it."""
     engine = start(model, layers, **options)
     yield engine
     engine.llm.llm_engine.engine_core.shutdown()

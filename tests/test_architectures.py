@@ -59,7 +59,7 @@ REFUSED = {
 
 def read_table(page: str) -> dict[str, list[str]]:
     """The cells of each line of the page's table, by family."""
-    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    lines = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return {family: cells for family, *cells in lines[2:]}
 
 

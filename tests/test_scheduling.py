@@ -1,10 +1,9 @@
 """States are complete and each request's own, whatever vLLM's scheduler does."""
 
-import os
+import itertools
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -314,13 +313,22 @@ def test_a_call_beside_unfinished_requests_of_the_users_own_is_an_error(engine):
     assert output.finished
 
 
-def test_an_interrupted_call_leaves_nothing_in_the_engine_or_its_worker(engine, hugging_face):
+def test_an_interrupted_call_leaves_nothing_in_the_engine_or_its_worker(engine, hugging_face, monkeypatch):
     plan = CapturePlan(LAYERS, "all")
     prompts = random_prompts([200] * 12, seed=50)
-    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    core = engine.llm.llm_engine
+    step, steps = core.step, itertools.count()
+
+    def interrupted_step():
+        if next(steps) == 20:
+            # What Ctrl-C does to this process, but always at the same moment.
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(core, "step", interrupted_step)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompts, SamplingParams(n=2, temperature=1, max_tokens=250, ignore_eos=True), plan)
+    monkeypatch.undo()
     assert engine.llm.llm_engine.get_num_unfinished_requests() == 0
     assert held(engine) == NOTHING
     short = random_prompts([20], seed=51)
