@@ -1,7 +1,6 @@
 """States are complete and each request's own, whatever vLLM's scheduler does."""
 
 import itertools
-import signal
 import subprocess
 import sys
 
@@ -321,8 +320,9 @@ def test_an_interrupted_call_leaves_nothing_in_the_engine_or_its_worker(engine, 
 
     def interrupted_step():
         if next(steps) == 20:
-            # What Ctrl-C does to this process, but always at the same moment.
-            signal.raise_signal(signal.SIGINT)
+            # What Ctrl-C does to this process, but always at the same moment, and in the background too, where a
+            # shell has SIGINT ignored.
+            raise KeyboardInterrupt
         return step()
 
     monkeypatch.setattr(core, "step", interrupted_step)
