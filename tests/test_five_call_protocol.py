@@ -167,7 +167,7 @@ def test_lm_polygraphs_own_client_gets_true_states(client, hugging_face, n):
         results = client.generate(QUESTIONS, sampling)
         assert_clients_states_are_hugging_faces(results, hugging_face, n)
         if n > 1:
-            assert len({tuple(output.token_ids) for output in results[0].outputs}) == 3
+            assert len({tuple(output.token_ids) for output in results[0].outputs}) > 1
 
 
 @pytest.mark.parametrize("n", [1, 3])
