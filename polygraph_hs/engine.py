@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
 import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from packaging.specifiers import SpecifierSet
 
-from polygraph_hs.capture.delivery import Group, new_token, open_parcel, read_groups
+from polygraph_hs.capture.delivery import Group, new_token, num_bytes, open_group, read_group
 from polygraph_hs.errors import (
     EngineDiedError,
     IncompleteCaptureError,
@@ -161,6 +163,7 @@ class CaptureEngine:
             self._attach()
         self.tapped_layers = self._add_layers(())
         self._can_borrow = all(self._rpc("capture_can_borrow"))
+        self._block_size = config.cache_config.block_size
 
     @classmethod
     def start(cls, model: str, layers: Sequence[int], **llm_kwargs) -> CaptureEngine:
@@ -274,15 +277,9 @@ class CaptureEngine:
         sampling = _one_each(sampling_params, len(prompts), "sampling_params")
         plans = _one_each(plan, len(prompts), "plan")
         loras = _one_each(lora_request, len(prompts), "lora_request")
-        # Requests whose prompts' states are asked for find each other's prefixes in vLLM's cache, and no other
-        # request's, so that there is a row to borrow for each position that the cache spares them.
-        salt = {"cache_salt": f"{self._prefix}-{next(self._counter)}"}
-        requests, inputs = [], []
-        for i in kept:
-            whole = plans[i] is not None and plans[i].needs_whole_prompt()
-            borrows = whole and self._can_borrow and not sampling[i].skip_reading_prefix_cache
-            requests.append(self._prepare(sampling[i], plans[i], borrows))
-            inputs.append({"prompt_token_ids": prompts[i], **(salt if borrows else {})})
+        inputs, requests = self._inputs(
+            [prompts[i] for i in kept], [sampling[i] for i in kept], [plans[i] for i in kept]
+        )
         self._check_seeds([(prompts[i], sampling[i]) for i in kept])
 
         def launch():
@@ -301,6 +298,48 @@ class CaptureEngine:
             f"of which a prompt may fill {self.max_model_len - 1} ({lengths}). The others were answered: this error's "
             f".outputs has their results. Shorten these, or raise max_model_len",
             outputs,
+        )
+
+    def stream(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling_params,
+        plan: CapturePlan | None,
+        *,
+        max_in_flight: int | None = None,
+        lora_request=None,
+        tokenize: Callable[[object], list[int]] | None = None,
+    ) -> Iterator[tuple[int, list[Generation]]]:
+        """Generate for any number of prompts in bounded memory, and hand each prompt's results over as they finish.
+
+        Prompts are taken only while there is room, and their states are freed once they are handed over: let go of
+        them, or copy what is to stay (the sequences that finish together share one memory), and 100,000 prompts need
+        no more memory than 1,000. No other call of this engine is possible until the iterator has ended or has been
+        closed.
+
+        Args:
+            prompts: texts or token ids, any iterable; read as the run goes.
+            sampling_params: a ``vllm.SamplingParams`` for all of them.
+            plan: what to capture, for all of them; None captures nothing.
+            max_in_flight: most prompts that vLLM has and whose results have not been handed over. By default 1.5
+                times as many as vLLM runs at once (its ``max_num_seqs``).
+            lora_request: a ``vllm.lora.request.LoRARequest`` for all of them.
+            tokenize: turns a prompt into token ids; raises ValueError for a prompt that it refuses.
+
+        Yields:
+            The number of a prompt, from 0, and its ``sampling_params.n`` :class:`Generation`, in the order in which
+            they finish.
+
+        Raises:
+            ValueError, PromptTooLongError: some prompts are empty, too long or not of this model's tokens: after
+                every other prompt has been answered, and naming the first five. What the iterable itself raises
+                comes after the prompts before it have been answered.
+            LayerNotTappedError, IncompleteCaptureError, EngineDiedError: as in :meth:`generate`.
+        """
+        from polygraph_hs.streaming import Stream
+
+        return iter(
+            Stream(self, prompts, sampling_params, plan, max_in_flight, lora_request, tokenize or self._token_ids)
         )
 
     def chat(
@@ -326,7 +365,8 @@ class CaptureEngine:
             raise ValueError("conversations is one list of messages; give a list of conversations")
         sampling = _one_each(sampling_params, len(conversations), "sampling_params")
         plans = _one_each(plan, len(conversations), "plan")
-        requests = [self.prepare(params, plan) for params, plan in zip(sampling, plans, strict=True)]
+        resolved = self._resolver()
+        requests = [self._prepare(params, resolved(plan)) for params, plan in zip(sampling, plans, strict=True)]
 
         def launch():
             return self.llm.chat(conversations, requests, use_tqdm=progress, **chat_options)
@@ -349,13 +389,57 @@ class CaptureEngine:
         Raises:
             LayerNotTappedError: the engine is compiled and has no tap on one of the layers.
         """
-        return self._prepare(sampling_params, plan, borrows=False)
+        return self._prepare(sampling_params, self._resolver()(plan))
 
-    def _prepare(self, sampling_params, plan: CapturePlan | None, borrows: bool):
-        params = sampling_params.clone()
+    def _resolver(self) -> Callable[[CapturePlan | None], CapturePlan | None]:
+        """Turns plans into ones with non-negative layers that are tapped; looks at each plan object once."""
+        known: dict[int, CapturePlan] = {}
+
+        def resolved(plan: CapturePlan | None) -> CapturePlan | None:
+            if plan is not None and id(plan) not in known:
+                known[id(plan)] = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
+            return known.get(id(plan))
+
+        return resolved
+
+    def _may_borrow(self, prompts: list[list[int]], sampling: list) -> list[bool]:
+        """Whether each prompt begins like another sequence of the call, so that the prefix cache would spare it work.
+
+        The others need not keep rows that nobody borrows.
+        """
+        if not self._can_borrow:
+            return [False] * len(prompts)
+        beginnings = [tuple(prompt[: self._block_size]) for prompt in prompts]
+        count = Counter()
+        for beginning, params in zip(beginnings, sampling, strict=True):
+            count[beginning] += params.n
+        return [
+            count[beginning] > 1 and not params.skip_reading_prefix_cache
+            for beginning, params in zip(beginnings, sampling, strict=True)
+        ]
+
+    def _inputs(
+        self, prompts: list[list[int]], sampling: list, plans: list[CapturePlan | None]
+    ) -> tuple[list[dict], list]:
+        """vLLM's inputs, and sampling parameters that carry the plans, for prompts that are generated together."""
+        # Requests whose prompts' states are asked for find each other's prefixes in vLLM's cache, and no other
+        # request's, so that there is a row to borrow for each position that the cache spares them.
+        salt = {"cache_salt": f"{self._prefix}-{next(self._counter)}"}
+        resolved = self._resolver()
+        inputs, requests = [], []
+        for prompt, params, plan, may in zip(
+            prompts, sampling, plans, self._may_borrow(prompts, sampling), strict=True
+        ):
+            wanted = resolved(plan)
+            borrows = may and wanted is not None and wanted.needs_whole_prompt()
+            requests.append(self._prepare(params, wanted, borrows))
+            inputs.append({"prompt_token_ids": prompt, **(salt if borrows else {})})
+        return inputs, requests
+
+    def _prepare(self, sampling_params, plan: CapturePlan | None, borrows: bool = False):
+        params = _copied(sampling_params)
         params.flat_logprobs = True
         if plan is not None:
-            plan = CapturePlan(self.require_layers(plan.layers), plan.tokens, plan.pooling)
             key = f"{self._prefix}-{next(self._counter)}"
             args = request_args(key, params.n, plan, borrows)
             params.extra_args = {**(params.extra_args or {}), CONFIG_KEY: args}
@@ -395,10 +479,10 @@ class CaptureEngine:
     ) -> list[list[Generation]]:
         groups = [
             [
-                _Sequence(number, sample, output, _capture_args(request))
+                _Sequence(number, sample, output, args, plan)
                 for sample in sorted(output.outputs, key=lambda sample: sample.index)
             ]
-            for number, output, request in zip(numbers, outputs, requests, strict=True)
+            for number, output, (args, plan) in zip(numbers, outputs, map(_capture_args, requests), strict=True)
         ]
         captured = [sequence for group in groups for sequence in group if sequence.args is not None]
         states = iter(self._collect(captured) if captured else ())
@@ -409,7 +493,7 @@ class CaptureEngine:
 
     def discard(self, requests: Sequence) -> None:
         """Free what was captured for :meth:`prepare`d requests that will not be collected, such as aborted ones."""
-        wanted = [[args["key"], args["n"]] for args in map(_capture_args, requests) if args is not None]
+        wanted = [[args["key"], args["n"]] for args, _ in map(_capture_args, requests) if args is not None]
         if wanted:
             self._rpc("capture_discard", wanted)
 
@@ -418,16 +502,11 @@ class CaptureEngine:
             raise ValueError(f"prompts={prompts!r} is one text; give a list of prompts")
         if not prompts:
             raise ValueError("prompts=[] is empty; give at least one prompt")
-        tokenizer = self.llm.get_tokenizer() if any(isinstance(prompt, str) for prompt in prompts) else None
-        prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        prompts = [self._token_ids(prompt) for prompt in prompts]
         empty = [number for number, prompt in enumerate(prompts) if not prompt]
         if empty:
             raise ValueError(f"the prompts at {empty} are empty (no tokens); remove them or give them text")
-        outside = {
-            number: bad
-            for number, prompt in enumerate(prompts)
-            if (bad := [token for token in prompt if not 0 <= token < self.vocabulary_size])
-        }
+        outside = {number: bad for number, prompt in enumerate(prompts) if (bad := self._outside_vocabulary(prompt))}
         if outside:
             raise ValueError(
                 f"some prompts have token ids outside the vocabulary, whose ids go from 0 to "
@@ -436,11 +515,33 @@ class CaptureEngine:
             )
         return prompts
 
-    def _check_seeds(self, requests: list[tuple[list[int], object]]) -> None:
-        """vLLM's CPU build ends its engine when a seeded request is prefilled in chunks: say so before it does."""
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _outside_vocabulary(self, prompt: list[int]) -> list[int]:
+        """The token ids of a prompt that the model does not have."""
+        if 0 <= min(prompt) <= max(prompt) < self.vocabulary_size:
+            return []
+        return [token for token in prompt if not 0 <= token < self.vocabulary_size]
+
+    def _dies_of_seeds(self) -> bool:
+        """vLLM's CPU build ends its engine when a seeded request is prefilled in chunks."""
         config = self.llm.llm_engine.vllm_config
-        if config.device_config.device_type != "cpu" or not config.scheduler_config.enable_chunked_prefill:
+        return config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
+
+    def require_unseeded(self, params) -> None:
+        """Refuse a seed for requests of which any number can be prefilled at once, where vLLM would die of it."""
+        if self._dies_of_seeds() and params.seed is not None and params.temperature > 0:
+            raise ValueError(
+                f"seed={params.seed}: vLLM on the CPU cannot prefill a seeded request in chunks, and its engine would "
+                f"end. Build the engine with enable_chunked_prefill=False, or leave the seed out"
+            )
+
+    def _check_seeds(self, requests: list[tuple[list[int], object]]) -> None:
+        """Say so before vLLM's engine ends."""
+        if not self._dies_of_seeds():
             return
+        config = self.llm.llm_engine.vllm_config
         seeds = [params.seed for _, params in requests if params.seed is not None and params.temperature > 0]
         num_tokens = sum(len(prompt) * params.n for prompt, params in requests)
         budget = config.scheduler_config.max_num_batched_tokens
@@ -455,9 +556,22 @@ class CaptureEngine:
     def _run(
         self, launch: Callable[[], list], requests: list, originals: Sequence, numbers: Sequence[int]
     ) -> list[list[Generation]]:
-        """Launch prepared requests through vLLM and collect them; whatever ends it early leaves nothing behind.
+        """Launch prepared requests through vLLM and collect them.
 
         ``numbers`` are what the prompts are called in errors.
+        """
+        first = self.llm.request_counter.counter
+        with self._taking_back(lambda: dict(enumerate(numbers, first)), lambda: requests):
+            return self._generations(launch(), requests, originals, numbers)
+
+    @contextlib.contextmanager
+    def _taking_back(self, numbers: Callable[[], dict[int, int]], requests: Callable[[], list]) -> Iterator[None]:
+        """Whatever ends a call early leaves nothing behind, in vLLM or in its workers.
+
+        Args:
+            numbers: the call's prompts that have not been collected: vLLM's number of the request, and what the
+                prompt is called in errors.
+            requests: their ``SamplingParams``.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -469,14 +583,14 @@ class CaptureEngine:
                 f"this engine has {len(processor.request_states)} unfinished requests of the caller's own; vLLM would "
                 f"mix their outputs with this call's. Finish or abort them first"
             )
-        first = self.llm.request_counter.counter
         try:
-            return self._generations(launch(), requests, originals, numbers)
+            yield
         except EngineDeadError as error:
-            running = {numbers[int(state.external_req_id) - first] for state in processor.request_states.values()}
-            when = f"while prompts {ranges(sorted(running))} of {len(requests)} were not finished"
+            known = numbers()
+            running = {known[int(state.external_req_id)] for state in processor.request_states.values()}
+            when = f"while prompts {ranges(sorted(running))} of {len(known)} were not finished"
             if not running:
-                when = f"while the states of prompts {ranges(numbers)} were handed over"
+                when = f"while the states of prompts {ranges(sorted(known.values()))} were handed over"
             raise EngineDiedError(
                 f"vLLM's engine ended {when} (its own message is above); their answers and states are lost, and this "
                 f"engine cannot be used any more. Start a new one"
@@ -487,7 +601,7 @@ class CaptureEngine:
                 parents = {state.parent_req.request_id for state in running.values() if state.parent_req is not None}
                 if running:
                     self.llm.llm_engine.abort_request([*running, *parents], internal=True)
-                self.discard(requests)
+                self.discard(requests())
             except Exception:
                 # What ended the call is what the caller has to see; an engine that ended with it needs no cleaning.
                 logger.exception("the requests of a call that failed could not be taken back")
@@ -516,17 +630,21 @@ class CaptureEngine:
             self._rpc("capture_release", token)
 
     def _open(self, rank: int, description: dict) -> list[Group]:
-        groups = open_parcel(description)
-        if groups is None:
-            groups = read_groups(self._fetch(rank, description), description)
+        groups = []
+        for number in range(len(description["groups"])):
+            group = open_group(description, number)
+            if group is None:
+                group = read_group(self._fetch(rank, description, number), description, number)
+            groups.append(group)
         return groups
 
-    def _fetch(self, rank: int, description: dict) -> bytearray:
-        """A parcel's bytes over RPC, in pieces that its message format can carry."""
+    def _fetch(self, rank: int, description: dict, number: int) -> bytearray:
+        """The bytes of a parcel's group over RPC, in pieces that its message format can carry."""
         contents = bytearray()
-        for start in range(0, description["size"], FETCH_BYTES):
-            stop = min(start + FETCH_BYTES, description["size"])
-            contents += self._rpc("capture_fetch", description["token"], start, stop)[rank]
+        size = num_bytes(description["groups"][number])
+        for start in range(0, size, FETCH_BYTES):
+            stop = min(start + FETCH_BYTES, size)
+            contents += self._rpc("capture_fetch", description["token"], number, start, stop)[rank]
         return contents
 
     def _rpc(self, method: str, *args) -> list:
@@ -619,13 +737,14 @@ class _Sequence:
         prompt: number of its prompt in the call.
         completion: vLLM's ``CompletionOutput``.
         output: the ``RequestOutput`` that it is part of.
-        args: the capture arguments that its request carried, or None.
+        args, plan: the capture arguments that its request carried and the plan in them, or None.
     """
 
     prompt: int
     completion: object
     output: object
     args: dict | None
+    plan: CapturePlan | None
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -636,20 +755,27 @@ class _Sequence:
         return len(self.completion.token_ids)
 
     @property
-    def plan(self) -> CapturePlan:
-        return plan_of_request(self.args)
-
-    @property
     def name(self) -> str:
         return f"prompt {self.prompt}" + (f", sample {self.completion.index}" if self.args["n"] > 1 else "")
 
 
-def _capture_args(sampling_params) -> dict | None:
+def _capture_args(sampling_params) -> tuple[dict | None, CapturePlan | None]:
+    """The capture arguments of a request and the plan in them; an error where the worker could not read them either."""
     args = (sampling_params.extra_args or {}).get(CONFIG_KEY)
-    if args is not None:
-        # The worker has not recorded a request whose arguments it could not read.
-        plan_of_request(args)
-    return args
+    return args, None if args is None else plan_of_request(args)
+
+
+def _copied(sampling_params):
+    """A ``vllm.SamplingParams`` of a request's own, which vLLM need not copy again."""
+    if sampling_params.structured_outputs is not None:
+        # vLLM writes into it.
+        return sampling_params.clone()
+    params = copy.copy(sampling_params)
+    for name in params.__struct_fields__:
+        if isinstance(value := getattr(params, name), list | set | dict):
+            setattr(params, name, value.copy())
+    params.skip_clone = True
+    return params
 
 
 def _one_each(value, count: int, name: str) -> list:

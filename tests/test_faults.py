@@ -64,6 +64,8 @@ def shrink_the_next_memory(worker) -> None:
     """Let the operating system give the next delivery half of the memory that it asks for."""
     from polygraph_hs.capture import delivery
 
+    worker.capture.pool.idle.clear()
+
     class HalfSized:
         def __getattr__(self, name):
             return getattr(os, name)
@@ -85,7 +87,7 @@ def test_a_delivery_buffer_that_is_too_small(breakable):
 
 def test_bytes_that_come_over_rpc_incomplete(breakable, monkeypatch):
     # As where the driver cannot map the worker's memory, and a piece is lost on the way.
-    monkeypatch.setattr(polygraph_hs.engine, "open_parcel", lambda description: None)
+    monkeypatch.setattr(polygraph_hs.engine, "open_group", lambda description, number: None)
     fetch = CaptureEngine._fetch
     monkeypatch.setattr(CaptureEngine, "_fetch", lambda self, *args: fetch(self, *args)[:-64])
     with pytest.raises(

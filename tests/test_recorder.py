@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from polygraph_hs.capture.delivery import Parcel, new_token, open_parcel, read_groups
+from polygraph_hs.capture.delivery import Parcel, SegmentPool, new_token, num_bytes, open_group, read_group
 from polygraph_hs.capture.layout import StepLayout
 from polygraph_hs.capture.recorder import Collected, Recorder
 from polygraph_hs.spec import CapturePlan
@@ -116,7 +116,8 @@ def test_requests_with_other_plans_or_none_share_steps():
     assert [part.layers for part in collected] == [(4,), LAYERS]
     assert columns(collected[0], 0) == approx(102.4)
     assert columns(collected[1], 0) == approx(201.1)
-    assert all(chunk.values.shape[1] == 3 for chunk in recorder.chunks)
+    # The last prompt token of each, and no row of the request that asks for nothing.
+    assert [chunk.values.shape[1] for chunk in recorder.chunks] == [2]
 
 
 def test_a_stage_that_has_some_of_the_layers_gives_those():
@@ -153,18 +154,48 @@ def test_two_requests_with_the_same_capture_arguments_are_told_apart_from_one():
     assert (recorder.chunks, recorder.requests, recorder.by_key) == ([], {}, {})
 
 
-def contents_in_pieces(parcel: Parcel, size: int) -> bytearray:
-    return bytearray().join(parcel.contents(start, start + size) for start in range(0, parcel.size, size))
+def test_rows_of_a_step_most_of_which_nobody_needs_give_up_its_memory():
+    recorder = started(ALL, 1, 3)
+    step(recorder, [("1", 0, 1), ("2", 0, 3)])
+    recorder.discard([("key2", 0)])
+    assert [chunk.values.shape[1] for chunk in recorder.chunks] == [1]
+    (collected,), _ = collect(recorder, 1)
+    assert columns(collected, 0) == approx(100.1)
+
+
+def test_a_last_state_needs_no_row_before_it():
+    recorder = started(CapturePlan(LAYERS, "all", "last"), 3)
+    step(recorder, [("1", 2, 1)])
+    step(recorder, [("1", 3, 1)])
+    (collected,), missing = collect(recorder, 2)
+    assert missing == []
+    assert columns(collected, 0) == approx(103.1)
+    assert collect(recorder, 3)[1] == [(0, "1 of 1 positions never arrived (4) for layers [1, 4]")]
+
+
+def parcel_of(pool: SegmentPool, *parts: Collected) -> Parcel:
+    parcel = Parcel(new_token(), pool)
+    for part in parts:
+        values = parcel.empty(tuple(part.values.shape), part.values.dtype)
+        values.copy_(part.values)
+        parcel.add(part.layers, values, part.sequences, part.row_start)
+    return parcel
+
+
+def contents_in_pieces(parcel: Parcel, group: int, size: int) -> bytearray:
+    total = num_bytes(parcel.groups[group])
+    return bytearray().join(parcel.contents(group, start, min(start + size, total)) for start in range(0, total, size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_parcel_keeps_values_and_dtype_through_memory_and_through_bytes(dtype):
     values = torch.randn(2, 5, 3).to(dtype)
-    parcel = Parcel(
-        [Collected((1, 4), values, [0, 1], [0, 2, 5]), Collected((2,), values[:1, :1], [2], [0, 1])], new_token()
+    parcel = parcel_of(
+        SegmentPool(), Collected((1, 4), values, [0, 1], [0, 2, 5]), Collected((2,), values[:1, :1], [2], [0, 1])
     )
     description = parcel.description()
-    mapped, copied = open_parcel(description), read_groups(contents_in_pieces(parcel, 48), description)
+    mapped = [open_group(description, number) for number in (0, 1)]
+    copied = [read_group(contents_in_pieces(parcel, number, 48), description, number) for number in (0, 1)]
     parcel.close()
     for first, second in (mapped, copied):
         assert torch.equal(first.values, values) and first.values.dtype == dtype
@@ -173,10 +204,38 @@ def test_a_parcel_keeps_values_and_dtype_through_memory_and_through_bytes(dtype)
 
 
 def test_memory_that_is_not_the_announced_parcel_is_not_opened():
-    parcel, other = (Parcel([Collected((1,), torch.zeros(1, 1, 3), [0], [0, 1])], new_token()) for _ in range(2))
-    assert open_parcel({**parcel.description(), "fd": other.fd}) is None
-    assert open_parcel({**parcel.description(), "fd": 10_000}) is None
+    pool = SegmentPool()
+    parcel, other = (parcel_of(pool, Collected((1,), torch.zeros(1, 1, 3), [0], [0, 1])) for _ in range(2))
+    (group,) = parcel.description()["groups"]
+    for fd in (other.segments[0].fd, 10_000):
+        assert open_group({**parcel.description(), "groups": [{**group, "fd": fd}]}, 0) is None
     with pytest.raises(ValueError, match="token"):
-        read_groups(contents_in_pieces(other, 10**6), parcel.description())
-    with pytest.raises(ValueError, match=f"has 40 bytes where {parcel.size} were announced"):
-        read_groups(contents_in_pieces(parcel, 10**6)[:40], parcel.description())
+        read_group(contents_in_pieces(other, 0, 10**6), parcel.description(), 0)
+    with pytest.raises(ValueError, match=f"has 40 bytes where {num_bytes(group)} were announced"):
+        read_group(contents_in_pieces(parcel, 0, 10**6)[:40], parcel.description(), 0)
+
+
+def test_memory_is_used_again_once_the_driver_has_let_go_of_it():
+    pool = SegmentPool()
+
+    def deliver(value: float) -> torch.Tensor:
+        parcel = parcel_of(pool, Collected((1,), torch.full((1, 100, 3), value), [0], [0, 100]))
+        values = open_group(parcel.description(), 0).values
+        parcel.close()
+        return values
+
+    first = deliver(1.0)
+    part = first[:, :1]
+    second = deliver(2.0)
+    # The first one's memory is still read, so there are two.
+    assert (part == 1).all() and (first == 1).all() and (second == 2).all()
+    assert len(pool.idle) == 2
+    del first
+    third = deliver(3.0)
+    assert (part == 1).all() and (third == 3).all()
+    assert len(pool.idle) == 3
+    del part, second, third
+    for value in range(20):
+        assert (deliver(value) == value).all()
+    # What nobody has needed for long has been given back.
+    assert len(pool.idle) == 1

@@ -169,7 +169,7 @@ def test_bytes_over_rpc_where_the_workers_memory_cannot_be_mapped(kind, request,
     prompts, plan = random_prompts([9, 40], seed=92), CapturePlan(LAYERS, "all")
     mapped = firsts(engine.generate(prompts, GREEDY, plan))
     # What a driver on another machine finds. In pieces far smaller than the states.
-    monkeypatch.setattr(polygraph_hs.engine, "open_parcel", lambda description: None)
+    monkeypatch.setattr(polygraph_hs.engine, "open_group", lambda description, number: None)
     monkeypatch.setattr(polygraph_hs.engine, "FETCH_BYTES", 1000)
     fetched = firsts(engine.generate(prompts, GREEDY, plan))
     for one, other in zip(mapped, fetched, strict=True):

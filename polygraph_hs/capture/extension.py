@@ -40,6 +40,8 @@ class EveryRequest(Capture):
         counts: the answer to ``_get_capture_metadata``.
     """
 
+    pools = False
+
     def __init__(self, worker: HookHiddenStatesExtension, layers: list[int]):
         super().__init__(worker, layers)
         self.worker = worker
@@ -77,7 +79,6 @@ class EveryRequest(Capture):
 
     def take(self) -> dict[int, dict[str, bytes]]:
         """Every request's rows of every layer, pickled; they are then forgotten."""
-        self.wait()
         req_ids = list(self.computed)
         spans = [
             (number, self.recorder.requests[req_id], *self.computed[req_id]) for number, req_id in enumerate(req_ids)

@@ -52,6 +52,8 @@ class CachedPrefixes:
 
         Only requests that the recorder knows as borrowing take part.
         """
+        if not recorder.num_borrowing and not self.blocks:
+            return
         for req_id in scheduler_output.finished_req_ids:
             self.blocks.pop(req_id, None)
         started: list[tuple[str, int]] = []

@@ -7,7 +7,9 @@ asynchronous step, trailing drafts) is cut when the sequence is collected, becau
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +17,11 @@ import numpy as np
 import torch
 
 from polygraph_hs.capture.layout import StepLayout
+from polygraph_hs.capture.pooling import DevicePooling, Pooled, Progress
 from polygraph_hs.spec import CapturePlan, ranges, token_span
 
+# Threads that copy rows into place when sequences are collected.
+COPY_THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 # More tokens than any sequence has: the length of a generation that still grows.
 STILL_GROWING = 2**40
 
@@ -32,6 +37,7 @@ class Request:
         borrows: whether it may read the prefix cache for positions that are to be kept; it then keeps all of its own
             rows, to lend them in turn.
         loans: (ordinal of the request that computed them, first position, one past the last) of cached positions.
+        pooled: its pooling on the device, or None if its rows are kept.
     """
 
     ordinal: int
@@ -42,6 +48,12 @@ class Request:
     stop: int
     borrows: bool = False
     loans: list[tuple[int, int, int]] = field(default_factory=list)
+    pooled: Pooled | None = None
+
+    def span(self, num_generated: int) -> tuple[int, int]:
+        """First position and one past the last of what its plan asks for, once its length is known."""
+        start, stop = token_span(self.plan.tokens, self.prompt_length, num_generated)
+        return (max(start, stop - 1), stop) if self.plan.pooling == "last" else (start, stop)
 
 
 @dataclass
@@ -50,10 +62,11 @@ class Chunk:
 
     Attributes:
         layers: layer of each row of ``values``.
-        values: [num_layers, num_rows, hidden_size] on the host; the copy from the device may still be running.
+        values: [num_layers, num_rows, hidden_size] on the host.
         owners: int64 [num_rows] request ordinals.
         positions: int64 [num_rows] absolute positions.
         live: bool [num_rows] rows whose request has been neither collected nor discarded.
+        ready: has ``synchronize()``, to be called before ``values`` are read; None if they are there.
     """
 
     layers: tuple[int, ...]
@@ -61,6 +74,7 @@ class Chunk:
     owners: np.ndarray
     positions: np.ndarray
     live: np.ndarray
+    ready: object = None
 
 
 @dataclass
@@ -93,25 +107,102 @@ class Missing(NamedTuple):
 
 
 @dataclass
+class Batch:
+    """The recorded requests of a step, kept from step to step while the same requests run.
+
+    Attributes:
+        req_ids: [num_reqs] those of the whole step.
+        recorded: int64 [n] where the requests that are recorded stand in it.
+        ordinals, start, stop: int64 [n] as in :class:`Request`.
+        kept: int64 [k] those of n whose rows are kept; the rows of the others are pooled.
+        pooled: [n - k] the others' poolings.
+        pools: int64 [n - k] where they stand among the n.
+    """
+
+    req_ids: list[str]
+    recorded: np.ndarray
+    ordinals: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    kept: np.ndarray
+    pools: np.ndarray
+    pooled: list[Pooled]
+
+    @classmethod
+    def of(cls, req_ids: list[str], known: dict[str, Request]) -> Batch:
+        recorded = [number for number, req_id in enumerate(req_ids) if req_id in known]
+        requests = [known[req_ids[number]] for number in recorded]
+        columns = np.array([(r.ordinal, r.start, r.stop, r.pooled is not None) for r in requests], dtype=np.int64)
+        ordinals, start, stop, is_pooled = columns.reshape(-1, 4).T
+        return cls(
+            list(req_ids),
+            np.array(recorded, dtype=np.int64),
+            ordinals,
+            start,
+            stop,
+            np.flatnonzero(is_pooled == 0),
+            np.flatnonzero(is_pooled),
+            [request.pooled for request in requests if request.pooled is not None],
+        )
+
+
+def _stays(values: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return values, None
+
+
+def _empty(shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+@dataclass
 class Recorder:
-    """Keeps rows of steps until the driver collects them."""
+    """Keeps rows of steps until the driver collects them.
+
+    Attributes:
+        to_host: copies gathered rows to the host; returns the copy and what to wait for before it is read, or None.
+        pooling: pools on the device, if there is such a thing.
+        dtype: of the states, and of pooled last states.
+    """
 
     requests: dict[str, Request] = field(default_factory=dict)
     # More than one id to a key is the driver's mistake, kept so that collecting can say it.
     by_key: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
     num_seen: int = 0
+    # How many of the requests borrow.
+    num_borrowing: int = 0
+    to_host: Callable[[torch.Tensor], tuple[torch.Tensor, object]] = _stays
+    pooling: DevicePooling | None = None
+    dtype: torch.dtype = torch.float32
+    batch: Batch | None = None
 
     def add_request(
-        self, req_id: str, key: tuple[str, int], plan: CapturePlan, prompt_length: int, borrows: bool = False
+        self,
+        req_id: str,
+        key: tuple[str, int],
+        plan: CapturePlan,
+        prompt_length: int,
+        borrows: bool = False,
+        poolable: bool = False,
     ) -> None:
-        """Start recording a request. A request that is resumed after preemption goes on where it was."""
+        """Start recording a request. A request that is resumed after preemption goes on where it was.
+
+        ``poolable`` says that no more steps than the pooling can take back will turn out to lie behind its end.
+        """
         if req_id in self.requests:
             return
         start, stop = token_span("all" if borrows else plan.tokens, prompt_length, STILL_GROWING)
-        self.requests[req_id] = Request(self.num_seen, key, plan, prompt_length, start, stop, borrows)
+        if plan.pooling == "last" and not borrows:
+            # The last of them is one row, or lies somewhere in the generation.
+            start = prompt_length - 1
+        request = Request(self.num_seen, key, plan, prompt_length, start, stop, borrows)
+        if self.pooling is not None and poolable and plan.pooling != "none" and not borrows:
+            request.pooled = Pooled(Progress.of_new(start, stop, prompt_length, plan.pooling == "mean"))
+        self.requests[req_id] = request
         self.by_key.setdefault(key, []).append(req_id)
         self.num_seen += 1
+        self.num_borrowing += borrows
+        self.batch = None
 
     def borrows(self, req_id: str) -> bool:
         """Whether a request is recorded and may borrow rows of positions that it does not compute."""
@@ -128,7 +219,13 @@ class Recorder:
 
     def wants(self, req_ids: Iterable[str]) -> bool:
         """Whether any of these requests is recorded."""
-        return any(req_id in self.requests for req_id in req_ids)
+        return bool(self.requests) and any(req_id in self.requests for req_id in req_ids)
+
+    def finish(self, req_ids: Iterable[str]) -> None:
+        """Requests that will not be in a step again: what is pooled of them makes room on the device."""
+        if self.pooling is not None:
+            ended = [self.requests[req_id].pooled for req_id in req_ids if req_id in self.requests]
+            self.pooling.park([pooled for pooled in ended if pooled is not None])
 
     def record(self, layout: StepLayout, layers: tuple[int, ...], gather: Callable[[np.ndarray], torch.Tensor]) -> None:
         """Keep the wanted rows of one step.
@@ -136,19 +233,27 @@ class Recorder:
         Args:
             layout: the step's rows.
             layers: the layers that ``gather`` returns.
-            gather: takes int64 row numbers [k] and returns [num_layers, k, hidden_size] on the host.
+            gather: takes int64 row numbers [k] and returns [num_layers, k, hidden_size] on the device.
         """
-        requests = [self.requests.get(req_id) for req_id in layout.req_ids]
-        recorded = np.array([request is not None for request in requests])
-        if not recorded.any():
+        if self.batch is None or self.batch.req_ids != layout.req_ids:
+            self.batch = Batch.of(layout.req_ids, self.requests)
+        batch = self.batch
+        if len(batch.recorded) == 0:
             return
-        requests = [request for request in requests if request is not None]
-        first_row = layout.query_start[:-1][recorded]
-        first = layout.first_position[recorded]
-        end = first + layout.num_rows[recorded]
-        low = np.maximum(first, np.array([request.start for request in requests]))
-        high = np.minimum(end, np.array([request.stop for request in requests]))
-        counts = np.maximum(high - low, 0)
+        first_row = layout.query_start[batch.recorded]
+        first = layout.first_position[batch.recorded]
+        end = first + layout.query_start[batch.recorded + 1] - first_row
+        if batch.pooled:
+            self.pooling.set_layers(layers)
+            pools = batch.pools
+            self.pooling.record(batch.pooled, first_row[pools], first[pools], end[pools], gather)
+            kept = batch.kept
+            first_row, first, end = first_row[kept], first[kept], end[kept]
+            ordinals, start, stop = batch.ordinals[kept], batch.start[kept], batch.stop[kept]
+        else:
+            ordinals, start, stop = batch.ordinals, batch.start, batch.stop
+        low = np.maximum(first, start)
+        counts = np.maximum(np.minimum(end, stop) - low, 0)
         total = int(counts.sum())
         if total == 0:
             return
@@ -156,24 +261,29 @@ class Recorder:
         offsets = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         positions = np.repeat(low, counts) + offsets
         rows = np.repeat(first_row + low - first, counts) + offsets
-        owners = np.repeat(np.array([request.ordinal for request in requests]), counts)
-        self.chunks.append(Chunk(layers, gather(rows), owners, positions, np.ones(total, dtype=bool)))
+        owners = np.repeat(ordinals, counts)
+        values, ready = self.to_host(gather(rows))
+        self.chunks.append(Chunk(layers, values, owners, positions, np.ones(total, dtype=bool), ready))
 
     def collect(
-        self, sequences: Sequence[tuple[tuple[str, int], int]], is_local: Callable[[int], bool]
+        self,
+        sequences: Sequence[tuple[tuple[str, int], int]],
+        is_local: Callable[[int], bool],
+        empty: Callable[[tuple[int, int, int], torch.dtype], torch.Tensor] = _empty,
     ) -> tuple[list[Collected], list[Missing]]:
-        """Put finished sequences together. Copies from the device must have ended.
+        """Put finished sequences together.
 
         Args:
             sequences: [n] (key, number of generated tokens).
             is_local: whether this process computes a layer; only those layers are put together.
+            empty: gives the memory for a group's values; called once for each group, in their order.
 
         Returns:
             The states in groups of equal layers, and everything that is missing (then no states).
             Nothing is forgotten; call :meth:`discard`.
         """
         missing: list[Missing] = []
-        groups: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        groups: dict[tuple[tuple[int, ...], str, bool], list[int]] = {}
         spans: list[tuple[Request, int, int]] = []
         for number, (key, num_generated) in enumerate(sequences):
             req_ids = self.by_key.get(key, [])
@@ -188,37 +298,62 @@ class Recorder:
                 spans.append((None, 0, 0))
                 continue
             request = self.requests[req_ids[0]]
-            start, stop = token_span(request.plan.tokens, request.prompt_length, num_generated)
+            start, stop = request.span(num_generated)
             spans.append((request, start, stop))
             if start >= stop:
                 missing.append(
                     Missing(number, f"it has no state for tokens={request.plan.tokens!r}: {num_generated} generated")
                 )
             layers = tuple(layer for layer in request.plan.layers if is_local(layer))
-            groups.setdefault((layers, request.plan.pooling), []).append(number)
+            groups.setdefault((layers, request.plan.pooling, request.pooled is not None), []).append(number)
         if missing:
             return [], missing
 
         collected = []
-        for (layers, pooling), numbers in groups.items():
+        for (layers, pooling, is_pooled), numbers in groups.items():
             if not layers:
                 continue
-            values, row_start, lost = self.assemble(layers, [(number, *spans[number]) for number in numbers])
+            wanted = [(number, *spans[number]) for number in numbers]
+            if is_pooled:
+                values, row_start, lost = self._collect_pooled(layers, pooling, wanted, empty)
+            elif pooling == "mean":
+                values, row_start, lost = self.assemble(layers, wanted)
+                if not lost:
+                    values, row_start = _means(values, row_start, empty)
+            else:
+                values, row_start, lost = self.assemble(layers, wanted, empty)
             missing += lost
             if not missing:
-                values, row_start = _pool(values, row_start, pooling)
                 collected.append(Collected(layers, values, numbers, row_start))
         return ([], missing) if missing else (collected, [])
 
+    def _collect_pooled(
+        self, layers: tuple[int, ...], pooling: str, spans: list[tuple[int, Request, int, int]], empty: Callable
+    ) -> tuple[torch.Tensor, list[int], list[Missing]]:
+        lost = [
+            Missing(number, reason)
+            for number, request, start, stop in spans
+            if (reason := self.pooling.missing(request.pooled, start, stop, layers)) is not None
+        ]
+        if lost:
+            return torch.empty(len(layers), 0, 0), [], lost
+        dtype = torch.float32 if pooling == "mean" else self.dtype
+        values = empty((len(layers), len(spans), self.pooling.hidden_size), dtype)
+        self.pooling.collect([(request.pooled, start, stop) for _, request, start, stop in spans], layers, values)
+        return values, list(range(len(spans) + 1)), []
+
     def assemble(
-        self, layers: tuple[int, ...], spans: list[tuple[int, Request, int, int]]
+        self,
+        layers: tuple[int, ...],
+        spans: list[tuple[int, Request, int, int]],
+        empty: Callable[[tuple[int, int, int], torch.dtype], torch.Tensor] = _empty,
     ) -> tuple[torch.Tensor, list[int], list[Missing]]:
         """Rows of these layers for [n] (number of the sequence, request, first position, one past the last).
 
         Returns:
             The values ``(layers, rows, hidden_size)``, [n + 1] where each sequence's rows start, and what is missing.
         """
-        values, filled, row_start = self._rows(layers, [(request.ordinal, *span) for _, request, *span in spans])
+        values, filled, row_start = self._rows(layers, [(request.ordinal, *span) for _, request, *span in spans], empty)
         self._repay(layers, [(request, *span) for _, request, *span in spans], values, filled, row_start)
         lost = []
         if not filled.all():
@@ -233,7 +368,10 @@ class Recorder:
         return values, row_start.tolist(), lost
 
     def _rows(
-        self, layers: tuple[int, ...], spans: list[tuple[int, int, int]]
+        self,
+        layers: tuple[int, ...],
+        spans: list[tuple[int, int, int]],
+        empty: Callable[[tuple[int, int, int], torch.dtype], torch.Tensor] = _empty,
     ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """Rows that requests computed themselves, for [n] (ordinal, first position, one past the last).
 
@@ -243,23 +381,35 @@ class Recorder:
         """
         ordinals, low_of, high_of = (np.array(column, dtype=np.int64) for column in zip(*spans, strict=True))
         row_start = np.concatenate([[0], np.cumsum(high_of - low_of)])
-        # By ordinal: where a request's rows go, and which positions are wanted of it.
-        base, low, high = np.zeros((3, self.num_seen), dtype=np.int64)
-        base[ordinals], low[ordinals], high[ordinals] = row_start[:-1], low_of, high_of
+        # By ordinal, counted from the first: where a request's rows go, and which positions are wanted of it. Nothing
+        # is wanted of the last entry, which stands for all who came before the first.
+        origin = int(ordinals.min())
+        base, low, high = np.zeros((3, self.num_seen - origin + 1), dtype=np.int64)
+        base[ordinals - origin], low[ordinals - origin], high[ordinals - origin] = row_start[:-1], low_of, high_of
         filled = np.zeros(int(row_start[-1]), dtype=bool)
-        values = torch.empty(len(layers), 0, 0)
-        for chunk in self.chunks:
-            rows = np.flatnonzero((chunk.positions >= low[chunk.owners]) & (chunk.positions < high[chunk.owners]))
+        copies: list[tuple[Chunk, np.ndarray, np.ndarray]] = []
+        # The newest first: what was computed again later is what counts, and every row is then written once.
+        for chunk in reversed(self.chunks):
+            owners = np.maximum(chunk.owners - origin, -1)
+            rows = np.flatnonzero((chunk.positions >= low[owners]) & (chunk.positions < high[owners]))
             if len(rows) == 0 or not set(layers) <= set(chunk.layers):
                 continue
-            if values.numel() == 0:
-                values = torch.empty(len(layers), len(filled), chunk.values.shape[-1], dtype=chunk.values.dtype)
-            owners = chunk.owners[rows]
+            owners = owners[rows]
             targets = base[owners] + chunk.positions[rows] - low[owners]
+            new = ~filled[targets]
+            rows, targets = rows[new], targets[new]
+            if len(rows) == 0:
+                continue
             filled[targets] = True
-            source, target = torch.from_numpy(rows), torch.from_numpy(targets)
-            for out, layer in zip(values, layers, strict=True):
-                out[target] = chunk.values[chunk.layers.index(layer)][source]
+            copies.append((chunk, rows, targets))
+        # Also where a request has no row of its own: others may have some to lend.
+        sample = next((chunk.values for chunk in self.chunks if set(layers) <= set(chunk.layers)), None)
+        if sample is None:
+            return torch.empty(len(layers), 0, 0), filled, row_start
+        values = empty((len(layers), len(filled), sample.shape[-1]), sample.dtype)
+        with ThreadPoolExecutor(COPY_THREADS) as pool:
+            # Consumed, so that an error in a thread is raised here.
+            list(pool.map(lambda copy: _copy_rows(values, layers, *copy), copies))
         return values, filled, row_start
 
     def _repay(
@@ -303,24 +453,61 @@ class Recorder:
         """Forget sequences: collected, aborted or unwanted ones. Unknown keys are no error."""
         gone = []
         for key in keys:
-            gone += [self.requests.pop(req_id).ordinal for req_id in self.by_key.pop(key, [])]
+            gone += [self.requests.pop(req_id) for req_id in self.by_key.pop(key, [])]
         if not gone:
             return
-        dropped = np.zeros(self.num_seen, dtype=bool)
-        dropped[gone] = True
+        self.batch = None
+        for request in gone:
+            self.num_borrowing -= request.borrows
+            if request.pooled is not None:
+                self.pooling.discard(request.pooled)
+        ordinals = np.array([request.ordinal for request in gone])
         for chunk in self.chunks:
-            chunk.live &= ~dropped[chunk.owners]
-        self.chunks = [chunk for chunk in self.chunks if chunk.live.any()]
+            chunk.live &= ~np.isin(chunk.owners, ordinals)
+        self.chunks = [_compact(chunk) for chunk in self.chunks if chunk.live.any()]
 
 
-def _pool(values: torch.Tensor, row_start: list[int], pooling: str) -> tuple[torch.Tensor, list[int]]:
-    """Pool each sequence's rows: [num_layers, num_rows, hidden] to [num_layers, num_sequences, hidden]."""
-    if pooling == "none":
-        return values, row_start
+def _copy_rows(
+    values: torch.Tensor, layers: tuple[int, ...], chunk: Chunk, rows: np.ndarray, targets: np.ndarray
+) -> None:
+    """Copy rows of a chunk to where they belong. NumPy lets other threads run meanwhile."""
+    if chunk.ready is not None:
+        chunk.ready.synchronize()
+    source, target = _as_items(chunk.values), _as_items(values)
+    rows, targets = _slice_of(rows), _slice_of(targets)
+    for number, layer in enumerate(layers):
+        target[number, targets] = source[chunk.layers.index(layer), rows]
+
+
+def _as_items(values: torch.Tensor) -> np.ndarray:
+    """A tensor ``(layers, rows, hidden_size)`` as an array ``(layers, rows)`` of opaque items, whatever its dtype."""
+    array = values.view(torch.uint8).numpy()
+    return array.view(f"V{array.shape[-1]}")[..., 0]
+
+
+def _slice_of(numbers: np.ndarray) -> np.ndarray | slice:
+    """Ascending numbers without a gap as a slice, which is copied in one go."""
+    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1 and (np.diff(numbers) == 1).all():
+        return slice(numbers[0], numbers[-1] + 1)
+    return numbers
+
+
+def _compact(chunk: Chunk) -> Chunk:
+    """A chunk most of whose rows nobody needs any more gives up their memory."""
+    if 2 * chunk.live.sum() > len(chunk.live):
+        return chunk
+    if chunk.ready is not None:
+        chunk.ready.synchronize()
+    kept = np.flatnonzero(chunk.live)
+    values = chunk.values[:, torch.from_numpy(kept)]
+    return Chunk(chunk.layers, values, chunk.owners[kept], chunk.positions[kept], chunk.live[kept])
+
+
+def _means(values: torch.Tensor, row_start: list[int], empty: Callable) -> tuple[torch.Tensor, list[int]]:
+    """Each sequence's mean, in float32: [num_layers, num_rows, hidden] to [num_layers, num_sequences, hidden]."""
     bounds = torch.tensor(row_start)
-    if pooling == "last":
-        pooled = values[:, bounds[1:] - 1]
-    else:
-        lengths = bounds[1:] - bounds[:-1]
-        pooled = torch.stack([torch.segment_reduce(layer.float(), "mean", lengths=lengths) for layer in values])
-    return pooled, list(range(len(row_start)))
+    lengths = bounds[1:] - bounds[:-1]
+    means = empty((len(values), len(lengths), values.shape[-1]), torch.float32)
+    for layer, out in zip(values, means, strict=True):
+        out.copy_(torch.segment_reduce(layer.float(), "mean", lengths=lengths))
+    return means, list(range(len(row_start)))

@@ -47,6 +47,8 @@ class Tap:
         self.max_tokens = max_tokens
         self.is_last_stage = is_last_stage
         self._taps: dict[int, tuple[nn.Module, str, torch.utils.hooks.RemovableHandle]] = {}
+        # Every layer's buffer is a part of this, so that one gather takes the rows of all.
+        self._block = torch.empty(0, max_tokens, hidden_size, dtype=dtype, device=device)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -61,21 +63,23 @@ class Tap:
 
     def set_layers(self, layers: Iterable[int]) -> None:
         """Tap exactly these layers (non-negative indices) out of those that run in this process."""
-        wanted = {layer for layer in layers if self.is_local(layer)}
-        for layer in set(self._taps) - wanted:
-            module, name, handle = self._taps.pop(layer)
+        wanted = tuple(sorted({layer for layer in layers if self.is_local(layer)}))
+        if wanted == self.layers:
+            return
+        for module, name, handle in self._taps.values():
             handle.remove()
             delattr(module, name)
-        for layer in sorted(wanted - set(self._taps)):
-            self._taps[layer] = self._install(layer)
+        shape = (len(wanted), self.max_tokens, self.hidden_size)
+        self._block = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._taps = {layer: self._install(layer, rows) for layer, rows in zip(wanted, self._block, strict=True)}
 
-    def _install(self, layer: int) -> tuple[nn.Module, str, torch.utils.hooks.RemovableHandle]:
+    def _install(self, layer: int, rows: torch.Tensor) -> tuple[nn.Module, str, torch.utils.hooks.RemovableHandle]:
         module = self.model if layer == self.num_hidden_layers else self.decoder.blocks[max(layer - 1, 0)]
         name = f"polygraph_hs_layer_{layer}"
         hidden_size = self.hidden_size
-        # A module's own buffer, so the compiled graph treats it like a weight: an input with a fixed address.
-        rows = torch.zeros(self.max_tokens, hidden_size, dtype=self.dtype, device=self.device)
-        module.register_buffer(name, rows, persistent=False)
+        # A module's own buffer, so the compiled graph treats it like a weight: an input with a fixed address. Through
+        # DLPack it has a storage of its own: the compiler would take views of one storage for inputs that overlap.
+        module.register_buffer(name, torch.from_dlpack(rows), persistent=False)
 
         def write(module: nn.Module, state: torch.Tensor) -> None:
             getattr(module, name)[: state.shape[0]].copy_(state)
@@ -99,9 +103,6 @@ class Tap:
             handle = module.register_forward_hook(after_block)
         return module, name, handle
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [getattr(module, name) for _, (module, name, _) in sorted(self._taps.items())]
-
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Copy rows of the last step's buffers.
 
@@ -111,21 +112,13 @@ class Tap:
         Returns:
             ``(len(self.layers), num_rows, hidden_size)`` on the model's device.
         """
-        buffers = self._buffers()
-        gathered = torch.empty(len(buffers), rows.shape[0], self.hidden_size, dtype=self.dtype, device=self.device)
-        for buffer, out in zip(buffers, gathered, strict=True):
-            torch.index_select(buffer, 0, rows, out=out)
-        return gathered
+        return self._block.index_select(1, rows)
 
     def set_canary(self, num_rows: int) -> None:
         """Overwrite the first rows with a value no forward pass writes, to see later whether they were written."""
-        for buffer in self._buffers():
-            buffer[:num_rows].fill_(CANARY)
+        self._block[:, :num_rows].fill_(CANARY)
 
     def unwritten_layers(self, num_rows: int) -> tuple[int, ...]:
         """Layers whose first ``num_rows`` rows were not all written since :meth:`set_canary`."""
-        return tuple(
-            layer
-            for layer, buffer in zip(self.layers, self._buffers(), strict=True)
-            if bool((buffer[:num_rows] == CANARY).all(dim=-1).any())
-        )
+        unwritten = (self._block[:, :num_rows] == CANARY).all(dim=-1).any(dim=-1).tolist()
+        return tuple(layer for layer, is_unwritten in zip(self.layers, unwritten, strict=True) if is_unwritten)

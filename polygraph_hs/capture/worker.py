@@ -18,9 +18,10 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from polygraph_hs.capture.delivery import Parcel
+from polygraph_hs.capture.delivery import Parcel, SegmentPool
 from polygraph_hs.capture.layers import DecoderLayers, find_decoder_layers
 from polygraph_hs.capture.layout import StepLayout, read_layout
+from polygraph_hs.capture.pooling import DevicePooling
 from polygraph_hs.capture.prefixes import CachedPrefixes, full_attention_group
 from polygraph_hs.capture.recorder import Recorder
 from polygraph_hs.capture.tap import Tap
@@ -95,7 +96,13 @@ def passes(worker: Worker, check: Callable[[], None]) -> bool:
 
 
 class Capture:
-    """The state of capturing in one worker process."""
+    """The state of capturing in one worker process.
+
+    Attributes:
+        pools: whether requests may ask for a pooling.
+    """
+
+    pools = True
 
     def __init__(self, worker: Worker, layers: list[int]):
         config = worker.vllm_config
@@ -118,10 +125,28 @@ class Capture:
         )
         # Every tensor-parallel rank holds the same states; one records and delivers them.
         self.delivers = get_tp_group().is_first_rank
-        self.recorder = Recorder()
+        self.recorder = Recorder(to_host=self._to_host, dtype=config.model_config.dtype)
+        if self.delivers and self.pools:
+            # With asynchronous scheduling each stage can be a step ahead of what is known to be wanted; one more, as
+            # a step that turns out to be wrong is computed again on top of the one before it.
+            depth = 2 + parallel.pipeline_parallel_size
+            self.recorder.pooling = DevicePooling(
+                config.scheduler_config.max_num_seqs,
+                depth,
+                self.tap.hidden_size,
+                worker.device,
+                self._to_host,
+                self._to_device,
+            )
+        # Rejected drafts can lie behind a sequence's end, any number of them.
+        self.drafts = config.speculative_config is not None
         # Until the KV cache has been laid out, and for models whose cache has no such group, nothing is borrowed.
         self.prefixes: CachedPrefixes | None = None
         self.parcels: dict[str, Parcel] = {}
+        self.pool = SegmentPool()
+        # Rows go to the host beside the next step, not before it.
+        on_device = worker.device.type != "cpu"
+        self.stream = torch.Stream(worker.device) if on_device else None
         self.failures: list[str] = []
         self.running: set[str] = set()
         self.num_requests = 0
@@ -134,13 +159,17 @@ class Capture:
         # On every tensor-parallel rank: vLLM's compiler fuses an all-reduce with the norm behind it unless something
         # else reads its result, as a tap does, and ranks that call other collectives wait for each other for good.
         self.tap.set_layers({*self.tap.layers, *resolve_layers(layers, self.tap.num_hidden_layers)})
+        if self.recorder.pooling is not None:
+            self.recorder.pooling.set_layers(self.tap.layers)
         self.checked_sizes: set[int] = set()
         self.check_rows = 0
         return list(self.tap.layers)
 
     def before_forward(self, scheduler_output) -> None:
         """Learn of new requests, and now and then mark the buffers to see that the step writes them."""
-        self.running -= scheduler_output.finished_req_ids
+        if scheduler_output.finished_req_ids:
+            self.running -= scheduler_output.finished_req_ids
+            self.recorder.finish(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             # vLLM's V2 runner is handed a preempted request as a new one when it is resumed.
             self.num_requests += new.req_id not in self.running
@@ -177,7 +206,9 @@ class Capture:
             # An error here would end the engine with everything in it; the driver raises when it is to collect this.
             logger.exception("request %s is not captured", new.req_id)
             return
-        self.recorder.add_request(new.req_id, key, plan, prompt_length(new), args["borrows"])
+        # Of stop strings the driver learns, steps later.
+        poolable = not self.drafts and not params.stop
+        self.recorder.add_request(new.req_id, key, plan, prompt_length(new), args["borrows"], poolable)
 
     def after_forward(self) -> None:
         """Keep the wanted rows of the step that was just launched."""
@@ -197,31 +228,48 @@ class Capture:
     def record(self, layout: StepLayout) -> None:
         self.recorder.record(layout, self.tap.layers, self._gather)
 
-    def wait(self) -> None:
-        """Wait until the rows of every step so far have reached the host."""
-        if self.tap.device.type != "cpu":
-            torch.accelerator.synchronize(self.tap.device)
-
     def _gather(self, rows: np.ndarray) -> torch.Tensor:
-        indices = torch.from_numpy(rows)
-        if self.tap.device.type == "cpu":
-            return self.tap.gather(indices)
-        indices = indices.pin_memory().to(self.tap.device, non_blocking=True)
-        # A non-blocking copy to the CPU lands in pinned memory and runs while the next step is prepared.
-        return self.tap.gather(indices).to("cpu", non_blocking=True)
+        return self.tap.gather(self._to_device(rows))
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        values = torch.from_numpy(array)
+        if self.stream is None:
+            return values
+        return values.pin_memory().to(self.tap.device, non_blocking=True)
+
+    def _to_host(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+        """Start a copy to pinned host memory; returns the copy and the event after which it can be read."""
+        if self.stream is None:
+            return values, None
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self.stream.wait_stream(torch.accelerator.current_stream(self.tap.device))
+        with self.stream:
+            host.copy_(values, non_blocking=True)
+        # The memory of the gathered rows may be used again once they have been copied.
+        values.record_stream(self.stream)
+        return host, self.stream.record_event()
 
     def collect(self, sequences: list[list], token: str) -> dict | None:
         if not self.delivers:
             return None
-        self.wait()
         keys = [(key, index) for key, index, _ in sequences]
         lengths = [num_generated for _, _, num_generated in sequences]
-        collected, missing = self.recorder.collect(list(zip(keys, lengths, strict=True)), self.tap.is_local)
-        self.recorder.discard(keys)
-        failures, self.failures = self.failures, []
+        parcel = Parcel(token, self.pool)
+        try:
+            collected, missing = self.recorder.collect(
+                list(zip(keys, lengths, strict=True)), self.tap.is_local, parcel.empty
+            )
+            failures, self.failures = self.failures, []
+            if not failures and not missing:
+                for part in collected:
+                    parcel.add(part.layers, part.values, part.sequences, part.row_start)
+                self.parcels[token] = parcel
+        finally:
+            self.recorder.discard(keys)
+            if token not in self.parcels:
+                parcel.close()
         if failures or missing:
             return {"failures": failures, "missing": [list(entry) for entry in missing]}
-        parcel = self.parcels[token] = Parcel(collected, token)
         return {"failures": [], "missing": [], **parcel.description()}
 
 
@@ -271,10 +319,10 @@ class CaptureWorker(Worker):
             logger.exception("polygraph-hs could not put %d sequences together", len(sequences))
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def capture_fetch(self, token: str, start: int, stop: int) -> bytes | None:
-        """A piece of a parcel's bytes, for a driver that cannot map them; None from a rank that has not that parcel."""
+    def capture_fetch(self, token: str, group: int, start: int, stop: int) -> bytes | None:
+        """A piece of the bytes of a parcel's group, for a driver that cannot map them; None from a rank without it."""
         parcel = self.capture.parcels.get(token)
-        return None if parcel is None else parcel.contents(start, stop)
+        return None if parcel is None or group >= len(parcel.groups) else parcel.contents(group, start, stop)
 
     def capture_release(self, token: str) -> None:
         """Give a parcel up, once the driver has it or does not want it."""
