@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import torch
 from lm_polygraph.utils.generation_parameters import GenerationParameters
 from lm_polygraph.utils.model import Model
+from tqdm.auto import tqdm
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from polygraph_hs import registration
@@ -213,6 +215,44 @@ class HiddenStatesModel(Model):
         except PromptTooLongError as error:
             error.outputs = [answers and answers[0] for answers in error.outputs]
             raise
+
+    def stream(
+        self, prompts: Iterable[Prompt], max_new_tokens: int | None = None, *, max_in_flight: int | None = None
+    ) -> Iterator[tuple[int, Generation]]:
+        """:meth:`capture` for any number of prompts, in bounded memory; see :meth:`CaptureEngine.stream`.
+
+        Args:
+            prompts: as in :meth:`capture`, any iterable; read as the run goes.
+            max_new_tokens: most tokens to generate; by default ``generation_parameters.max_new_tokens``.
+            max_in_flight: most prompts that vLLM has and whose results have not been handed over.
+
+        Yields:
+            The number of a prompt, from 0, and its :class:`~polygraph_hs.engine.Generation`, in the order in which
+            they finish.
+
+        Raises:
+            ValueError, PromptTooLongError: some prompts cannot be answered: after all others have been.
+            IncompleteCaptureError: states are missing.
+        """
+        total = len(prompts) if hasattr(prompts, "__len__") else None
+        answers = self.engine.stream(
+            prompts,
+            self.sampling_params(max_new_tokens),
+            self.plan,
+            max_in_flight=max_in_flight,
+            lora_request=self.lora_request,
+            tokenize=self.tokenize_prompt,
+        )
+        return self._singles(answers, total)
+
+    def _singles(
+        self, answers: Iterator[tuple[int, list[Generation]]], total: int | None
+    ) -> Iterator[tuple[int, Generation]]:
+        progress = tqdm(total=total, desc="Prompts answered", disable=not self.verbose)
+        with closing(answers), progress:
+            for number, (answer,) in answers:
+                progress.update()
+                yield number, answer
 
     def _generate(self, prompts: Sequence[Prompt], sampling_params, plan: CapturePlan | None) -> list[list[Generation]]:
         if isinstance(prompts, str):
