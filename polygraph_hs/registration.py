@@ -24,11 +24,12 @@ def stat_calculators() -> list[StatCalculatorContainer]:
 
     Where several calculators offer a statistic, lm-polygraph takes the last of the list: put these at the end.
     """
+    from polygraph_hs.stat_calculators.alternatives import AlternativesCalculator
     from polygraph_hs.stat_calculators.embeddings import EmbeddingsCalculator
     from polygraph_hs.stat_calculators.generation import GenerationCalculator
 
     containers = []
-    for calculator in (GenerationCalculator, EmbeddingsCalculator):
+    for calculator in (GenerationCalculator, AlternativesCalculator, EmbeddingsCalculator):
         stats, dependencies = calculator.meta_info()
         containers.append(
             StatCalculatorContainer(

@@ -14,6 +14,7 @@ from lm_polygraph.estimators import (
     MeanTokenEntropy,
     Perplexity,
 )
+from lm_polygraph.estimators.estimator import Estimator
 from lm_polygraph.utils.builder_enviroment_stat_calculator import BuilderEnvironmentStatCalculator
 from lm_polygraph.utils.dataset import Dataset
 from lm_polygraph.utils.manager import UEManager
@@ -23,6 +24,7 @@ from scipy.stats import entropy
 from polygraph_hs.datasets import is_wrong, load_world_facts
 from polygraph_hs.estimators import LinearProbe, MahalanobisDistance
 from polygraph_hs.stat_calculators import all_stat_calculators
+from polygraph_hs.stat_calculators.alternatives import AlternativesCalculator
 
 TEXTS = [
     "What is the capital of Japan?",
@@ -107,13 +109,45 @@ def test_mean_token_entropy_is_that_of_the_returned_probabilities(chat_model, hu
     assert value < entropy(torch.softmax(logits, dim=-1).numpy(), axis=1).mean()
 
 
-def test_alternatives_begin_with_the_generated_token(chat_model):
-    manager = run_manager(chat_model, [MaximumSequenceProbability()])
-    for token_ids, steps in zip(
-        manager.stats["greedy_tokens"], manager.stats["greedy_tokens_alternatives"], strict=True
-    ):
+def test_alternatives_begin_with_the_generated_token(chat_model, hugging_face):
+    manager = run_manager(chat_model, [SecondChoice()])
+    prompts, generated = manager.stats["input_tokens"], manager.stats["greedy_tokens"]
+    scores = manager.estimations["sequence", "SecondChoice"]
+    alternatives = manager.stats["greedy_tokens_alternatives"]
+    for prompt_ids, token_ids, steps, score in zip(prompts, generated, alternatives, scores, strict=True):
         assert [step[0][0] for step in steps] == token_ids
-        assert all(len(step) == len({token for token, _ in step}) == 10 for step in steps)
+        with torch.no_grad():
+            logits = hugging_face(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+        expected = torch.log_softmax(logits, dim=-1).topk(10)
+        assert [[token for token, _ in step] for step in steps] == expected.indices.tolist()
+        np.testing.assert_allclose([[value for _, value in step] for step in steps], expected.values, atol=1e-4)
+        assert score == pytest.approx(expected.values[:, 1].sum().item(), abs=1e-3)
+
+
+class SecondChoice(Estimator):
+    """Asks for the alternatives, as lm-polygraph's claim-level estimators do."""
+
+    def __init__(self):
+        super().__init__(["greedy_tokens_alternatives"], "sequence")
+
+    def __str__(self) -> str:
+        return "SecondChoice"
+
+    def __call__(self, stats: dict) -> np.ndarray:
+        return np.array([sum(step[1][1] for step in steps) for steps in stats["greedy_tokens_alternatives"]])
+
+
+def test_a_token_that_was_not_the_most_probable_stands_first_too():
+    calculator = AlternativesCalculator(n_alternatives=3)
+    stats = {
+        "greedy_tokens": [[7, 9]],
+        "greedy_log_likelihoods": [[-2.0, -9.0]],
+        "greedy_top_tokens": [np.array([[4, 7, 5], [1, 2, 3]])],
+        "greedy_log_probs": [np.array([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]], dtype=np.float32)],
+    }
+    assert calculator(stats, [""], None)["greedy_tokens_alternatives"] == [
+        [[(7, -2.0), (4, -1.0), (5, -3.0)], [(9, -9.0), (1, -1.0), (2, -2.0)]]
+    ]
 
 
 def test_embeddings_for_lm_polygraphs_density_estimators_come_from_the_same_pass(chat_model):
