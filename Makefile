@@ -11,7 +11,7 @@ VLLM_VERSIONS := 0.28.0 0.32.0
 CAPTURE_TESTS := $(addprefix tests/test_,states_equal_hugging_face.py scheduling.py faults.py five_call_protocol.py \
     several_workers.py recorder.py random_schedules.py layers_and_taps.py spec.py)
 
-.PHONY: setup demo test test-all test-versions lint clean
+.PHONY: setup demo test test-all test-versions bench lint clean
 
 setup: $(SETUP)
 
@@ -48,6 +48,13 @@ test-versions:
 	for version in $(VLLM_VERSIONS); do \
 	    $(MAKE) test VENV=.venv-vllm-$$version VLLM_VERSION=$$version TEST_ARGS="$(CAPTURE_TESTS)" || exit 1; \
 	done
+
+# What capture costs: small on a CPU, full size on CUDA. BENCH_ARGS goes to overhead.py.
+bench: $(SETUP)
+	mkdir -p out/bench
+	VLLM_LOGGING_LEVEL=WARNING $(BIN)/python benchmarks/overhead.py --out out/bench/overhead.json $(BENCH_ARGS)
+	$(BIN)/python benchmarks/end_to_end.py --out out/bench/end_to_end.json
+	$(BIN)/python benchmarks/stream_memory.py --out out/bench/stream_memory.json
 
 clean:
 	rm -rf $(VENV) .venv-vllm-* out build dist *.egg-info
