@@ -101,7 +101,7 @@ def main() -> int:
     probes = [
         estimator(layer, tokens=tokens, pooling=pooling)
         for estimator in (LinearProbe, MahalanobisDistance)
-        for tokens, pooling in (("last_prompt", "none"), ("generated", "mean"))
+        for tokens, pooling in (("last_prompt", "last"), ("generated", "mean"))
     ]
     ours = HiddenStatesModel.from_pretrained(
         path,
@@ -165,6 +165,7 @@ def main() -> int:
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     conversion: dict[str, list[float]] = {name: [] for name in variants}
+    generation: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(options.repeats + 1):
         for name, run in variants.items():
             generating.seconds = calculating.seconds = 0.0
@@ -175,6 +176,7 @@ def main() -> int:
                 seconds[name].append(time.perf_counter() - start)
                 if calculating.seconds:
                     conversion[name].append(calculating.seconds / generating.seconds - 1)
+                    generation[name].append(generating.seconds)
     device = f"CPU, {os.cpu_count()} cores" if on_cpu else torch.cuda.get_device_name()
     print(
         f"\nvLLM {vllm.__version__}, {device}; {Path(path).name}, {options.dtype}; {len(texts)} questions, batches of "
@@ -183,10 +185,14 @@ def main() -> int:
     )
     reference = np.median(seconds["plain vLLM"])
     for name, values in seconds.items():
-        share = f"{np.median(conversion[name]):8.1%} of generation" if conversion[name] else ""
+        share = ""
+        if conversion[name]:
+            share = f"{np.median(conversion[name]):8.1%} of vLLM's {np.median(generation[name]):.3f} s"
         print(f"{name:38s} {np.median(values):8.3f} s  {np.median(values) / reference:6.3f}   {share}")
     if options.out:
-        options.out.write_text(json.dumps({"seconds": seconds, "conversion": conversion}, indent=2) + "\n")
+        options.out.write_text(
+            json.dumps({"seconds": seconds, "generation": generation, "conversion": conversion}, indent=2) + "\n"
+        )
     return 0
 
 
