@@ -1,6 +1,6 @@
 """Does a stream of ten times as many prompts need more host memory?
 
-    python benchmarks/stream_memory.py [CONFIG] [--prompts 2000 20000] [--max-in-flight 384] [--out FILE]
+    python benchmarks/stream_memory.py [CONFIG] [--prompts 2000 20000] [--max-in-flight 384] [--no-states] [--out FILE]
 
 Each number of prompts runs in a process and an engine of its own, on random weights (by default of a tiny Llama), with
 all tokens' states of three layers: 1.4 GiB for 20,000 prompts and the tiny Llama. Memory is the proportional set size
@@ -47,7 +47,7 @@ class PeakMemory(threading.Thread):
             self.peak = max(self.peak, total)
 
 
-def run_once(config: Path, num_prompts: int, max_in_flight: int) -> dict:
+def run_once(config: Path, num_prompts: int, max_in_flight: int, no_states: bool) -> dict:
     """Stream once in this process."""
     import numpy as np
     import torch
@@ -77,7 +77,8 @@ def run_once(config: Path, num_prompts: int, max_in_flight: int) -> dict:
             yield rng.integers(3, 1000, size=rng.integers(64, 113)).tolist()
 
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    stream = engine.stream(prompts(), sampling, CapturePlan(layers, "all"), max_in_flight=max_in_flight)
+    plan = None if no_states else CapturePlan(layers, "all")
+    stream = engine.stream(prompts(), sampling, plan, max_in_flight=max_in_flight)
     next(stream)
     memory = PeakMemory()
     memory.start()
@@ -92,7 +93,7 @@ def run_apart(options: argparse.Namespace, num_prompts: int) -> dict:
     """Stream in a process of its own, and print what came of it."""
     with tempfile.NamedTemporaryFile() as out:
         command = [sys.executable, __file__, str(options.config), "--prompts", str(num_prompts), "--out", out.name]
-        command += ["--max-in-flight", str(options.max_in_flight)]
+        command += ["--max-in-flight", str(options.max_in_flight), *(["--no-states"] if options.no_states else [])]
         subprocess.run(command, check=True, env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ})
         (result,) = json.loads(Path(out.name).read_text())
     print("{prompts:7d} prompts in {seconds:7.1f} s, peak {peak_mebibytes:8.1f} MiB".format(**result), flush=True)
@@ -104,10 +105,11 @@ def main() -> int:
     parser.add_argument("config", nargs="?", type=Path, default=CONFIGS / "tiny.json")
     parser.add_argument("--prompts", type=int, nargs="+", default=[2000, 20000])
     parser.add_argument("--max-in-flight", type=int, default=384)
+    parser.add_argument("--no-states", action="store_true", help="capture nothing: what vLLM alone needs")
     parser.add_argument("--out", type=Path, help="also write the results to this JSON file")
     options = parser.parse_args()
     if len(options.prompts) == 1:
-        results = [run_once(options.config, options.prompts[0], options.max_in_flight)]
+        results = [run_once(options.config, options.prompts[0], options.max_in_flight, options.no_states)]
     else:
         results = [run_apart(options, number) for number in options.prompts]
     if options.out:
