@@ -20,7 +20,6 @@ Groups:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import importlib.util
 import json
@@ -30,9 +29,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import baselines
 import numpy as np
@@ -43,16 +43,17 @@ from polygraph_hs.engine import CaptureEngine
 from polygraph_hs.spec import CapturePlan
 
 CONFIGS = Path(__file__).parent / "configs"
-SELECTIONS = [
-    ("last_prompt", "none"),
-    ("generated", "none"),
-    ("generated", "mean"),
-    ("generated", "last"),
-    ("prompt", "none"),
-    ("prompt", "mean"),
-    ("all", "none"),
-    ("all", "mean"),
-]
+# By name, tokens and pooling.
+SELECTIONS = {
+    "last_prompt": ("last_prompt", "none"),
+    "generated": ("generated", "none"),
+    "generated, mean": ("generated", "mean"),
+    "generated, last": ("generated", "last"),
+    "prompt": ("prompt", "none"),
+    "prompt, mean": ("prompt", "mean"),
+    "all": ("all", "none"),
+    "all, mean": ("all", "mean"),
+}
 GROUPS = ("3-layers", "1-layer", "all-layers", "eager", "extract", "lens", "second-pass")
 LARGEST_MEAN_ERROR = 1e-5
 
@@ -97,6 +98,7 @@ class Overhead:
         rng = np.random.default_rng(0)
         vocabulary = config["vocab_size"]
         self.prompts = [rng.integers(3, vocabulary, size=options.prompt).tolist() for _ in range(options.requests)]
+        self.inputs = [{"prompt_token_ids": prompt} for prompt in self.prompts]
         self.sampling = vllm.SamplingParams(
             temperature=0, max_tokens=options.generate, ignore_eos=True, detokenize=False
         )
@@ -122,8 +124,7 @@ class Overhead:
         return vllm.LLM(self.folder, **self.engine_options(**changes))
 
     def plain(self, llm: vllm.LLM | None = None) -> list:
-        prompts = [{"prompt_token_ids": prompt} for prompt in self.prompts]
-        return (llm or self.plain_engine).generate(prompts, self.sampling, use_tqdm=False)
+        return (llm or self.plain_engine).generate(self.inputs, self.sampling, use_tqdm=False)
 
     def time(self, group: str, variant: str, run: Callable[[], object], mebibytes: float = 0.0) -> Result:
         """Time a variant in turns with plain vLLM."""
@@ -147,16 +148,16 @@ class Overhead:
         engine = CaptureEngine.start(
             self.folder, layers, worker_extension_cls="baselines.SlowPath", **self.engine_options()
         )
-        for tokens, pooling in SELECTIONS:
-            name = tokens if pooling == "none" else f"{tokens}, {pooling}"
+        for name in self.options.selections:
+            tokens, pooling = SELECTIONS[name]
             size = self.mebibytes(len(layers), tokens, pooling)
             if size > self.options.most_mebibytes:
                 print(f"{group:11s} {name:34s} left out: {size:.0f} MiB are more than --most-mebibytes")
-            elif name in self.options.selections:
-                plan = CapturePlan(tuple(layers), tokens, pooling)
-                result = self.time(group, name, lambda plan=plan: self.states(engine, plan), size)
-                result.check = self.check(engine, plan)
-                print(f"{group:11s} {name:34s} {result.check}", flush=True)
+                continue
+            plan = CapturePlan(tuple(layers), tokens, pooling)
+            result = self.time(group, name, lambda plan=plan: self.states(engine, plan), size)
+            result.check = self.check(engine, plan)
+            print(f"{group:11s} {name:34s} {result.check}", flush=True)
         self.time(group, "nothing asked for", lambda: self.states(engine, None))
         size = self.mebibytes(len(layers), "generated", "none")
         if size * (self.options.repeats + 1) <= self.options.most_mebibytes:
@@ -200,7 +201,7 @@ class Overhead:
 
     def eager(self, group: str) -> None:
         layers = self.three_layers()
-        with environment(VLLM_USE_V2_MODEL_RUNNER="0"):
+        with mock.patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="0"):
             llm = self.llm(enforce_eager=True, worker_extension_cls="baselines.EagerHooks")
         self.time(group, "plain vLLM, enforce_eager", lambda: self.plain(llm))
         llm.collective_rpc("hooks_install", args=(layers,))
@@ -217,11 +218,10 @@ class Overhead:
         with baselines.extraction_folder() as folder:
             memory = {"kv_cache_memory_bytes": 3 * self.kv_bytes}
             llm = self.llm(**baselines.extraction_options(layers, folder), **memory)
-            prompts = [{"prompt_token_ids": prompt} for prompt in self.prompts]
             self.time(
                 group,
                 "extract_hidden_states, all",
-                lambda: baselines.extract(llm, prompts, self.sampling),
+                lambda: baselines.extract(llm, self.inputs, self.sampling),
                 self.mebibytes(3, "all", "none"),
             )
             self.stop(llm)
@@ -231,16 +231,15 @@ class Overhead:
             print(f"{group:11s} left out: vllm-lens is not installed")
             return
         layers = self.three_layers()
-        with environment(VLLM_PLUGINS="activations", VLLM_USE_V2_MODEL_RUNNER="0"):
+        with mock.patch.dict(os.environ, VLLM_PLUGINS="activations", VLLM_USE_V2_MODEL_RUNNER="0"):
             from vllm_lens._activations_plugin import register
 
             register()
             llm = self.llm(enforce_eager=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in self.prompts]
         self.time(
             group,
             "vllm-lens, all",
-            lambda: baselines.lens(llm, prompts, self.sampling, layers),
+            lambda: baselines.lens(llm, self.inputs, self.sampling, layers),
             self.mebibytes(3, "all", "none"),
         )
         self.stop(llm)
@@ -282,20 +281,6 @@ class Overhead:
         llm.llm_engine.engine_core.shutdown()
 
 
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -307,7 +292,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--enforce-eager", action="store_true", help="every engine without compilation and graphs")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    names = [tokens if pooling == "none" else f"{tokens}, {pooling}" for tokens, pooling in SELECTIONS]
+    names = list(SELECTIONS)
     parser.add_argument("--selections", nargs="+", choices=names, default=names, help="of this project's variants")
     parser.add_argument("--most-mebibytes", type=float, default=20_000, help="leave out variants with more states")
     parser.add_argument("--out", type=Path, help="also write the results to this JSON file")

@@ -280,7 +280,7 @@ class CaptureEngine:
         inputs, requests = self._inputs(
             [prompts[i] for i in kept], [sampling[i] for i in kept], [plans[i] for i in kept]
         )
-        self._check_seeds([(prompts[i], sampling[i]) for i in kept])
+        self._check_seeds(requests, sum(len(prompts[i]) * sampling[i].n for i in kept))
 
         def launch():
             adapters = [loras[i] for i in kept] if any(loras) else None
@@ -524,34 +524,29 @@ class CaptureEngine:
             return []
         return [token for token in prompt if not 0 <= token < self.vocabulary_size]
 
-    def _dies_of_seeds(self) -> bool:
-        """vLLM's CPU build ends its engine when a seeded request is prefilled in chunks."""
+    def _check_seeds(self, requests: Sequence, num_tokens: int | None) -> None:
+        """vLLM's CPU build ends its engine when a seeded request is prefilled in chunks: say so before it does.
+
+        Args:
+            requests: ``vllm.SamplingParams`` of a call.
+            num_tokens: of all its prompts, n samples of a prompt counted n times; None if there is no telling.
+        """
         config = self.llm.llm_engine.vllm_config
-        return config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill
-
-    def require_unseeded(self, params) -> None:
-        """Refuse a seed for requests of which any number can be prefilled at once, where vLLM would die of it."""
-        if self._dies_of_seeds() and params.seed is not None and params.temperature > 0:
-            raise ValueError(
-                f"seed={params.seed}: vLLM on the CPU cannot prefill a seeded request in chunks, and its engine would "
-                f"end. Build the engine with enable_chunked_prefill=False, or leave the seed out"
-            )
-
-    def _check_seeds(self, requests: list[tuple[list[int], object]]) -> None:
-        """Say so before vLLM's engine ends."""
-        if not self._dies_of_seeds():
+        if config.device_config.device_type != "cpu" or not config.scheduler_config.enable_chunked_prefill:
             return
-        config = self.llm.llm_engine.vllm_config
-        seeds = [params.seed for _, params in requests if params.seed is not None and params.temperature > 0]
-        num_tokens = sum(len(prompt) * params.n for prompt, params in requests)
+        seeds = [params.seed for params in requests if params.seed is not None and params.temperature > 0]
         budget = config.scheduler_config.max_num_batched_tokens
-        if seeds and num_tokens > budget:
-            raise ValueError(
-                f"seed={seeds[0]} with {num_tokens} prompt tokens (n samples of a prompt count n times): vLLM on the "
-                f"CPU cannot prefill a seeded request in chunks, and its engine would end. Raise "
-                f"max_num_batched_tokens, now {budget}, to at least {num_tokens}, build the engine with "
-                f"enable_chunked_prefill=False, or leave the seed out"
-            )
+        if not seeds or (num_tokens is not None and num_tokens <= budget):
+            return
+        how_many, raise_budget = "", ""
+        if num_tokens is not None:
+            how_many = f" with {num_tokens} prompt tokens (n samples of a prompt count n times)"
+            raise_budget = f"raise max_num_batched_tokens, now {budget}, to at least {num_tokens}, "
+        raise ValueError(
+            f"seed={seeds[0]}{how_many}: vLLM on the CPU cannot prefill a seeded request in chunks, and its engine "
+            f"would end. To go on, {raise_budget}build the engine with enable_chunked_prefill=False, or leave the "
+            f"seed out"
+        )
 
     def _run(
         self, launch: Callable[[], list], requests: list, originals: Sequence, numbers: Sequence[int]

@@ -77,7 +77,7 @@ class Stream:
             max_in_flight = max(math.ceil(IN_FLIGHT_FOR_EACH_RUNNING * running / sampling_params.n), 1)
         if not isinstance(max_in_flight, int) or isinstance(max_in_flight, bool) or max_in_flight < 1:
             raise ValueError(f"max_in_flight={max_in_flight!r} must be an integer of at least 1")
-        engine.require_unseeded(sampling_params)
+        engine._check_seeds([sampling_params], num_tokens=None)
         if plan is not None:
             engine.require_layers(plan.layers)
         self.engine = engine
@@ -133,8 +133,9 @@ class Stream:
             inputs, requests = engine._inputs(list(token_ids), [self.sampling_params] * count, [self.plan] * count)
             wave = _Wave()
             first = engine.llm.request_counter.counter
-            for request, *entry in zip(itertools.count(first), numbers, originals, requests, inputs):
-                number, original, params, given = entry
+            for request, number, original, params, given in zip(
+                itertools.count(first), numbers, originals, requests, inputs
+            ):
                 together = wave if "cache_salt" in given else None
                 self.in_flight[request] = _Entry(number, original, params, together)
                 wave.unfinished += together is not None
@@ -207,6 +208,6 @@ class Stream:
             [entry.original for entry in finished],
             [entry.number for entry in finished],
         )
-        done = set(map(id, finished))
-        self.in_flight = {request: entry for request, entry in self.in_flight.items() if id(entry) not in done}
+        done = set(finished)
+        self.in_flight = {request: entry for request, entry in self.in_flight.items() if entry not in done}
         yield from zip(finished, generations, strict=True)

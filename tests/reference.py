@@ -1,11 +1,14 @@
 """What Hugging Face computes for the same tokens."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from polygraph_hs.capture.delivery import Parcel, SegmentPool, new_token
+from polygraph_hs.capture.recorder import Collected
 from polygraph_hs.datasets import load_world_facts
 from polygraph_hs.smollm2 import smollm2_path
 
@@ -115,3 +118,18 @@ def drop_a_row(worker) -> None:
         recorder.record = record
 
     recorder.record = record_all_but_one
+
+
+def held(engine) -> dict[str, int]:
+    """What the only worker of an engine keeps at the moment."""
+    (reply,) = engine.llm.collective_rpc("capture_held")
+    return reply
+
+
+def parcel_of(pool: SegmentPool, *groups: Collected) -> Parcel:
+    """A parcel with copies of these groups."""
+    parcel = Parcel(new_token(), pool)
+    for group in groups:
+        values = parcel.empty(tuple(group.values.shape), group.values.dtype)
+        parcel.add(replace(group, values=values.copy_(group.values)))
+    return parcel

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import expected_positions
+from reference import expected_positions, parcel_of
 
-from polygraph_hs.capture.delivery import Parcel, SegmentPool, new_token, open_group
+from polygraph_hs.capture.delivery import SegmentPool, open_group
 from polygraph_hs.capture.layout import read_layout
 from polygraph_hs.capture.pooling import DevicePooling
 from polygraph_hs.capture.prefixes import CachedPrefixes
@@ -422,10 +422,7 @@ class Simulation:
                 assert collected == []
                 refused = True
                 continue
-            parcel = Parcel(new_token(), self.pool)
-            for part in collected:
-                values = parcel.empty(tuple(part.values.shape), part.values.dtype)
-                parcel.add(part.layers, values.copy_(part.values), part.sequences, part.row_start)
+            parcel = parcel_of(self.pool, *collected)
             description = parcel.description()
             for group in (open_group(description, number) for number in range(len(collected))):
                 for number, first, end in zip(group.sequences, group.row_start, group.row_start[1:], strict=False):

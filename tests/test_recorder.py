@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from reference import parcel_of
 
-from polygraph_hs.capture.delivery import Parcel, SegmentPool, new_token, num_bytes, open_group, read_group
+from polygraph_hs.capture import pooling
+from polygraph_hs.capture.delivery import Parcel, SegmentPool, num_bytes, open_group, read_group
 from polygraph_hs.capture.layout import StepLayout
+from polygraph_hs.capture.pooling import DevicePooling, Pooled, Progress
 from polygraph_hs.capture.recorder import Collected, Recorder
 from polygraph_hs.spec import CapturePlan
 
@@ -173,13 +176,21 @@ def test_a_last_state_needs_no_row_before_it():
     assert collect(recorder, 3)[1] == [(0, "1 of 1 positions never arrived (4) for layers [1, 4]")]
 
 
-def parcel_of(pool: SegmentPool, *parts: Collected) -> Parcel:
-    parcel = Parcel(new_token(), pool)
-    for part in parts:
-        values = parcel.empty(tuple(part.values.shape), part.values.dtype)
-        values.copy_(part.values)
-        parcel.add(part.layers, values, part.sequences, part.row_start)
-    return parcel
+@pytest.mark.parametrize("rows_at_once", [64, 10**6])
+def test_sums_of_long_prompts_are_those_of_their_rows_one_by_one(monkeypatch, rows_at_once):
+    # Longer than a partial sum, and in pieces where there is little scratch memory.
+    monkeypatch.setattr(pooling, "SCRATCH_BYTES", rows_at_once * 2 * 8 * 4)
+    lengths = np.array([1, 64, 65, 300, 2])
+    rows = torch.randn(2, lengths.sum(), 8)
+    sums = DevicePooling(len(lengths), depth=3, hidden_size=8, device=torch.device("cpu"))
+    sums.set_layers(LAYERS)
+    sequences = [Pooled(Progress.of_new(0, 1000, length, is_mean=True)) for length in lengths]
+    starts = np.cumsum(lengths) - lengths
+    sums.record(sequences, starts, np.zeros(5, dtype=np.int64), lengths, lambda rows_of: rows[:, rows_of])
+    out = torch.empty(2, 5, 8)
+    sums.collect([(sequence, 0, int(length)) for sequence, length in zip(sequences, lengths, strict=True)], LAYERS, out)
+    for number, part in enumerate(rows.split(lengths.tolist(), dim=1)):
+        torch.testing.assert_close(out[:, number], part.double().mean(dim=1).float(), rtol=1e-5, atol=1e-6)
 
 
 def contents_in_pieces(parcel: Parcel, group: int, size: int) -> bytearray:

@@ -11,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from reference import (
     assert_states_equal_hugging_face,
     firsts,
+    held,
     random_prompts,
     reference_states,
     relative_error,
@@ -37,11 +38,6 @@ def assert_each_equals_hugging_face(groups, hugging_face, plans) -> None:
             assert [generation.hidden_states for generation in generations] == [None] * len(generations)
         else:
             assert_states_equal_hugging_face(generations, hugging_face, plan)
-
-
-def held(engine) -> dict[str, int]:
-    (reply,) = engine.llm.collective_rpc("capture_held")
-    return reply
 
 
 NOTHING = {"requests": 0, "rows": 0, "parcels": 0}

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from reference import assert_states_equal_hugging_face, firsts, random_prompts
+from reference import assert_states_equal_hugging_face, firsts, held, random_prompts
 from vllm import SamplingParams
 
 from polygraph_hs import CapturePlan, HiddenStatesModel, PromptTooLongError
@@ -14,11 +14,6 @@ PLAN = CapturePlan((1, 15, 30), "generated")
 
 def lengths(count: int) -> list[int]:
     return random.Random(1).choices(range(1, 60), k=count)
-
-
-def held(engine) -> dict[str, int]:
-    (reply,) = engine.llm.collective_rpc("capture_held")
-    return reply
 
 
 @pytest.mark.parametrize("tokens", ["last_prompt", "generated", "prompt", "all"])

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from polygraph_hs.capture.recorder import Collected
+
 TOKEN_BYTES = 32
 # The states begin here, behind the token.
 OFFSET = 64
@@ -132,18 +134,18 @@ class Parcel:
         segment.memory[:TOKEN_BYTES] = self.token.encode()
         return _view(segment.memory, shape, dtype)
 
-    def add(self, layers: tuple[int, ...], values: torch.Tensor, sequences: list[int], row_start: list[int]) -> None:
-        """Describe the group whose ``values`` came from the last :meth:`empty`."""
+    def add(self, group: Collected) -> None:
+        """Describe the next group, whose values lie in the memory that :meth:`empty` gave for it."""
         segment = self.segments[len(self.groups)]
         self.groups.append(
             {
                 "fd": segment.fd,
                 "size": segment.size,
-                "layers": list(layers),
-                "dtype": str(values.dtype).removeprefix("torch."),
-                "shape": list(values.shape),
-                "sequences": sequences,
-                "row_start": row_start,
+                "layers": list(group.layers),
+                "dtype": str(group.values.dtype).removeprefix("torch."),
+                "shape": list(group.values.shape),
+                "sequences": group.sequences,
+                "row_start": group.row_start,
             }
         )
 

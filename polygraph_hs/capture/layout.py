@@ -31,6 +31,21 @@ class StepLayout:
     def num_tokens(self) -> int:
         return int(self.query_start[-1])
 
+    def spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """First row, first position and one past the last position of some requests, each int64 [n].
+
+        Args:
+            numbers: int64 [n] where the requests stand in the step.
+        """
+        first_row, first = self.query_start[numbers], self.first_position[numbers]
+        return first_row, first, first + self.query_start[numbers + 1] - first_row
+
+
+def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """``start, start + 1, ...``, ``count`` numbers for each of [n] starts and counts, all in one int64 array."""
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + offsets
+
 
 def read_layout(model_runner) -> StepLayout:
     """Read the layout of the step whose forward pass has just been launched, before it is sampled from."""

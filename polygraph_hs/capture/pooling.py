@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from polygraph_hs.capture.layout import runs
 from polygraph_hs.spec import ranges
 
 # Rows of a prompt are summed this many at a time, in parallel, and then their sums.
@@ -173,18 +174,15 @@ class DevicePooling:
         self, first_rows: np.ndarray, counts: np.ndarray, gather: Callable[[np.ndarray], torch.Tensor]
     ) -> torch.Tensor:
         """Sums of rows, ``(layers, n, hidden_size)``, for [n] first rows and numbers of rows."""
-        starts = [np.arange(row, row + count, ROWS_OF_A_SUM) for row, count in zip(first_rows, counts, strict=True)]
-        ends = [
-            np.minimum(start + ROWS_OF_A_SUM, start[0] + count) for start, count in zip(starts, counts, strict=True)
-        ]
-        start, end = np.concatenate(starts), np.concatenate(ends)
+        num_parts = -(-counts // ROWS_OF_A_SUM)
+        start = np.repeat(first_rows, num_parts) + ROWS_OF_A_SUM * runs(np.zeros_like(num_parts), num_parts)
+        lengths = np.minimum(ROWS_OF_A_SUM, np.repeat(first_rows + counts, num_parts) - start)
         at_once = max(SCRATCH_BYTES // (max(len(self.layers), 1) * self.hidden_size * 4 * ROWS_OF_A_SUM), 1)
         partial = []
         for number in range(0, len(start), at_once):
             part = slice(number, number + at_once)
-            rows = np.concatenate([np.arange(*span) for span in zip(start[part], end[part], strict=True)])
-            partial.append(self._segment_sums(gather(rows), end[part] - start[part]))
-        return self._segment_sums(torch.cat(partial, dim=1), np.array([len(part) for part in starts]))
+            partial.append(self._segment_sums(gather(runs(start[part], lengths[part])), lengths[part]))
+        return self._segment_sums(torch.cat(partial, dim=1), num_parts)
 
     def _segment_sums(self, rows: torch.Tensor, counts: np.ndarray) -> torch.Tensor:
         lengths = self.to_device(counts)

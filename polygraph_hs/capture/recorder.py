@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from polygraph_hs.capture.layout import StepLayout
+from polygraph_hs.capture.layout import StepLayout, runs
 from polygraph_hs.capture.pooling import DevicePooling, Pooled, Progress
 from polygraph_hs.spec import CapturePlan, ranges, token_span
 
@@ -112,37 +112,30 @@ class Batch:
 
     Attributes:
         req_ids: [num_reqs] those of the whole step.
-        recorded: int64 [n] where the requests that are recorded stand in it.
+        kept: int64 [n] where the requests whose rows are kept stand in it.
         ordinals, start, stop: int64 [n] as in :class:`Request`.
-        kept: int64 [k] those of n whose rows are kept; the rows of the others are pooled.
-        pooled: [n - k] the others' poolings.
-        pools: int64 [n - k] where they stand among the n.
+        pools: int64 [k] where the requests that are pooled stand in the step.
+        pooled: [k] their poolings.
     """
 
     req_ids: list[str]
-    recorded: np.ndarray
+    kept: np.ndarray
     ordinals: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    kept: np.ndarray
     pools: np.ndarray
     pooled: list[Pooled]
 
     @classmethod
     def of(cls, req_ids: list[str], known: dict[str, Request]) -> Batch:
-        recorded = [number for number, req_id in enumerate(req_ids) if req_id in known]
-        requests = [known[req_ids[number]] for number in recorded]
-        columns = np.array([(r.ordinal, r.start, r.stop, r.pooled is not None) for r in requests], dtype=np.int64)
-        ordinals, start, stop, is_pooled = columns.reshape(-1, 4).T
+        recorded = [(number, known[req_id]) for number, req_id in enumerate(req_ids) if req_id in known]
+        kept = [(number, r.ordinal, r.start, r.stop) for number, r in recorded if r.pooled is None]
+        pooled = [(number, request.pooled) for number, request in recorded if request.pooled is not None]
         return cls(
             list(req_ids),
-            np.array(recorded, dtype=np.int64),
-            ordinals,
-            start,
-            stop,
-            np.flatnonzero(is_pooled == 0),
-            np.flatnonzero(is_pooled),
-            [request.pooled for request in requests if request.pooled is not None],
+            *np.array(kept, dtype=np.int64).reshape(-1, 4).T,
+            np.array([number for number, _ in pooled], dtype=np.int64),
+            [pooling for _, pooling in pooled],
         )
 
 
@@ -238,30 +231,17 @@ class Recorder:
         if self.batch is None or self.batch.req_ids != layout.req_ids:
             self.batch = Batch.of(layout.req_ids, self.requests)
         batch = self.batch
-        if len(batch.recorded) == 0:
-            return
-        first_row = layout.query_start[batch.recorded]
-        first = layout.first_position[batch.recorded]
-        end = first + layout.query_start[batch.recorded + 1] - first_row
         if batch.pooled:
             self.pooling.set_layers(layers)
-            pools = batch.pools
-            self.pooling.record(batch.pooled, first_row[pools], first[pools], end[pools], gather)
-            kept = batch.kept
-            first_row, first, end = first_row[kept], first[kept], end[kept]
-            ordinals, start, stop = batch.ordinals[kept], batch.start[kept], batch.stop[kept]
-        else:
-            ordinals, start, stop = batch.ordinals, batch.start, batch.stop
-        low = np.maximum(first, start)
-        counts = np.maximum(np.minimum(end, stop) - low, 0)
+            self.pooling.record(batch.pooled, *layout.spans(batch.pools), gather)
+        first_row, first, end = layout.spans(batch.kept)
+        low = np.maximum(first, batch.start)
+        counts = np.maximum(np.minimum(end, batch.stop) - low, 0)
         total = int(counts.sum())
         if total == 0:
             return
-        # 0 .. count-1 within each request, all requests in one array.
-        offsets = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = np.repeat(low, counts) + offsets
-        rows = np.repeat(first_row + low - first, counts) + offsets
-        owners = np.repeat(ordinals, counts)
+        positions, rows = runs(low, counts), runs(first_row + low - first, counts)
+        owners = np.repeat(batch.ordinals, counts)
         values, ready = self.to_host(gather(rows))
         self.chunks.append(Chunk(layers, values, owners, positions, np.ones(total, dtype=bool), ready))
 

@@ -262,7 +262,7 @@ class Capture:
             failures, self.failures = self.failures, []
             if not failures and not missing:
                 for part in collected:
-                    parcel.add(part.layers, part.values, part.sequences, part.row_start)
+                    parcel.add(part)
                 self.parcels[token] = parcel
         finally:
             self.recorder.discard(keys)
